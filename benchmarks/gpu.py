@@ -31,7 +31,7 @@ from benchmarks.peers.given import RNN, ROOT, Transformer  # noqa: E402
 from zoo import losses, rnn, transformer  # noqa: E402
 from zoo.data.corpus import Corpus  # noqa: E402
 from zoo.data.documents import standard_library  # noqa: E402
-from zoo.data.token_plans import PackedPlan  # noqa: E402
+from zoo.data.token_datasets import PackedDataset  # noqa: E402
 from zoo.data.tokenizer import BPETokenizer  # noqa: E402
 from zoo.nn.precision import exact_products, in_precision  # noqa: E402
 
@@ -268,7 +268,7 @@ def _text(wanted: Decoder, tiny: bool) -> str:
         tokenizer = BPETokenizer.train((document.text for document in documents), shape.vocab_size)
         ids = tokenizer.encode_batch([document.text for document in documents])
         corpus = Corpus.from_arrays(ids, tokenizer.vocab_size, num_bytes=1)
-        plan = PackedPlan(corpus, tokenizer.separator_id, shape.seq_len + 1, rows, seed=0)
+        plan = PackedDataset(corpus, tokenizer.separator_id, shape.seq_len + 1, rows, seed=0)
         np.save(file, plan.batch(0)["tokens"])
     return str(file)
 

@@ -17,14 +17,14 @@ from zoo.runs.command_line import cli
 def record_batches(path: str) -> None:
     batches = zoo.runs.loop.batches
 
-    def recorded(plan, *arguments, **named):
+    def recorded(dataset, *arguments, **named):
         with open(path, "a") as file:
-            for k, batch in batches(plan, *arguments, **named):
+            for k, batch in batches(dataset, *arguments, **named):
                 digest = hashlib.sha256()
                 for name in sorted(batch):
                     digest.update(name.encode() + np.asarray(batch[name]).tobytes())
-                plan_and_k = f"{plan.batches_per_epoch} batches per epoch, batch {k}"
-                file.write(json.dumps([plan_and_k, digest.hexdigest()]) + "\n")
+                dataset_and_k = f"{dataset.batches_per_epoch} batches per epoch, batch {k}"
+                file.write(json.dumps([dataset_and_k, digest.hexdigest()]) + "\n")
                 file.flush()
                 yield k, batch
 

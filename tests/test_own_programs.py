@@ -14,7 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import zoo
 from zoo import sharding
-from zoo.data import plans
+from zoo.data import datasets
 from zoo.runs import recorder
 from zoo.runs.callbacks import hooks
 from zoo.runs.config import Config
@@ -47,8 +47,8 @@ def loss(model, batch, key):
     return (errors * weights).sum(), weights.sum(), {"accuracy": (errors * weights).sum()}
 
 
-def plan(rows=ROWS, seed=0):
-    return zoo.ArrayPlan({"rows": rows}, batch_size=8, seed=seed)
+def dataset(rows=ROWS, seed=0):
+    return zoo.ArrayDataset({"rows": rows}, batch_size=8, seed=seed)
 
 
 def config(folder, **options):
@@ -62,8 +62,8 @@ def fit(config, *callbacks, **options):
         "make_model": Net,
         "loss_fn": loss,
         "optimizer": optax.adam(1e-2),
-        "data": plan(),
-        "evaluate": plan(ROWS[:16]),
+        "data": dataset(),
+        "evaluate": dataset(ROWS[:16]),
     }
     with zoo.Run(config) as run:
         return zoo.fit(run, zoo.Training(**given | options), callbacks)
@@ -155,7 +155,7 @@ def show_patience(folder, monkeypatch):
 
 
 def show_nonfinite(folder, monkeypatch):
-    options = {"data": plan(np.where(ROWS[3, 0] == ROWS, np.nan, ROWS)), "evaluate": by_hand()}
+    options = {"data": dataset(np.where(ROWS[3, 0] == ROWS, np.nan, ROWS)), "evaluate": by_hand()}
     with pytest.raises(ValueError, match=r"rows\[\d, 0\] is nan"):
         fit(config(folder), **options)
     skipped = fit(config(folder, on_nonfinite="skip"), **options).state.skipped
@@ -177,10 +177,10 @@ def show_distributed(folder, monkeypatch):
 
 def show_epochs(folder, monkeypatch):
     with zoo.Run(config(folder, epochs=1.5)) as run:
-        steps = run.steps_of(plan())
+        steps = run.steps_of(dataset())
         given = {"make_model": Net, "loss_fn": loss, "optimizer": optax.adam(1e-2)}
-        state, _ = zoo.fit(run, zoo.Training(**given, data=plan(), evaluate=plan(ROWS[:16])))
-    return {"epochs": int(state.step) == steps == -(-3 * plan().batches_per_epoch // 2)}
+        state, _ = zoo.fit(run, zoo.Training(**given, data=dataset(), evaluate=dataset(ROWS[:16])))
+    return {"epochs": int(state.step) == steps == -(-3 * dataset().batches_per_epoch // 2)}
 
 
 def show_final_evaluation(folder, monkeypatch):
@@ -239,18 +239,22 @@ def by_hand(**values):
     return lambda model, whole: {"eval_loss": 1.0, **values}
 
 
-@pytest.mark.parametrize("kind", ["plan", "evaluator", "function"])
+@pytest.mark.parametrize("kind", ["dataset", "evaluator", "function"])
 def test_evaluations_have_names_of_their_own(kind, tmp_path):
     wanted = config(tmp_path, eval_every=4, log_every=1)
     with zoo.Run(wanted) as run:
-        held_out = plan(ROWS[:16])
+        held_out = dataset(ROWS[:16])
         means = zoo.evaluator(run, loss, held_out)
-        given = {"plan": held_out, "evaluator": means, "function": lambda *x: {**means(*x), "n": 2}}
+        given = {
+            "dataset": held_out,
+            "evaluator": means,
+            "function": lambda *x: {**means(*x), "n": 2},
+        }
         training = zoo.Training(
             make_model=Net,
             loss_fn=loss,
             optimizer=optax.adam(1e-2),
-            data=plan(),
+            data=dataset(),
             evaluate=given[kind],
         )
         others = zoo.callbacks.Evaluations({"other": held_out})
@@ -314,16 +318,16 @@ def test_unfit_metrics_are_refused_before_the_first_step(flags, options, message
 
 def test_a_vector_of_an_evaluation_alone_is_refused_before_the_first_step(tmp_path):
     with zoo.Run(config(tmp_path)) as run:
-        means = zoo.evaluator(run, vector, plan(ROWS[:16]))
+        means = zoo.evaluator(run, vector, dataset(ROWS[:16]))
         training = zoo.Training(
-            make_model=Net, loss_fn=loss, optimizer=optax.adam(1e-2), data=plan(), evaluate=means
+            make_model=Net, loss_fn=loss, optimizer=optax.adam(1e-2), data=dataset(), evaluate=means
         )
         with pytest.raises(ValueError, match=r"'by_row', float32\[8\]"):
             zoo.fit(run, training, [NoStep()])
 
 
 def test_what_is_no_evaluation_is_refused(tmp_path):
-    with pytest.raises(TypeError, match=r"evaluate=3: give a zoo\.Plan|'evaluate': 3"):
+    with pytest.raises(TypeError, match=r"evaluate=3: give a zoo\.Dataset|'evaluate': 3"):
         fit(config(tmp_path), evaluate=3)
 
 
@@ -334,14 +338,14 @@ def test_resume_on_other_arrays_is_refused(tmp_path):
     fit(config(tmp_path, steps=2))
     other = ROWS.copy()
     other[17, 2] += 1
-    for data in (plan(other), plan(seed=1), plan(ROWS[:23])):
+    for data in (dataset(other), dataset(seed=1), dataset(ROWS[:23])):
         with pytest.raises(RunError, match=r"the data of .* has changed since step 2"):
             fit(config(tmp_path), data=data)
     assert int(fit(config(tmp_path)).state.step) == 8
 
 
 class Drawn:
-    """A plan of one's own without a fingerprint."""
+    """A dataset of one's own without a fingerprint."""
 
     unit, batch_size, buckets, batches_per_epoch = "examples", 8, (1,), 40
 
@@ -357,8 +361,8 @@ class Drawn:
         return {"rows": batch[rows], "weights": np.ones(len(batch[rows]), np.float32)}
 
 
-def test_plans_without_a_fingerprint_have_that_of_some_batches(tmp_path):
-    prints = [plans.fingerprint(Drawn(changed)) for changed in (None, None, 0, 15, 35)]
+def test_datasets_without_a_fingerprint_have_that_of_some_batches(tmp_path):
+    prints = [datasets.fingerprint(Drawn(changed)) for changed in (None, None, 0, 15, 35)]
     assert prints[0] == prints[1]
     assert len({*prints}) == 4
     fit(config(tmp_path, steps=2), data=Drawn())
@@ -378,9 +382,9 @@ def test_a_step_refuses_the_state_of_another_optimizer(made, stepped, message):
     state = zoo.init_state(Net, made, key=jax.random.key(0))
     step = zoo.make_train_step(loss, stepped, precision="fp32")
     with pytest.raises(ValueError, match=f"optimizer: the step's is not .*{message}"):
-        step(state, plan().batch(0))
+        step(state, dataset().batch(0))
     assert not state.model.weight.is_deleted()
-    state, _ = zoo.make_train_step(loss, made, precision="fp32")(state, plan().batch(0))
+    state, _ = zoo.make_train_step(loss, made, precision="fp32")(state, dataset().batch(0))
     assert int(state.step) == 1
 
 

@@ -34,7 +34,7 @@ from zoo.common.store import Store
 from zoo.data.corpus import Corpus
 from zoo.data.prepared.copies import Copies
 from zoo.data.prepared.format import Manifest
-from zoo.data.token_plans import BucketPlan, LabelledPlan, PackedPlan, TokenPlan
+from zoo.data.token_datasets import BucketedDataset, LabelledDataset, PackedDataset, TokenDataset
 from zoo.hf.weights import Weights
 from zoo.publishing import PublishError, replacing, shelf
 from zoo.runs.checkpoint import Checkpointer
@@ -57,7 +57,7 @@ def examples(few: int, many: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("options", cases)
 
 
-# Plans
+# Datasets
 
 SEPARATOR = 0
 
@@ -77,14 +77,17 @@ def corpora(draw: st.DrawFn) -> Corpus:
 
 
 class Case(NamedTuple):
-    plan: TokenPlan
+    dataset: TokenDataset
     cut: int | None  # a document's tokens are cut off there
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> Case:
-    """A plan of any kind over any corpus."""
-    corpus, kind = draw(corpora()), draw(st.sampled_from([PackedPlan, BucketPlan, LabelledPlan]))
+def datasets(draw: st.DrawFn) -> Case:
+    """A dataset of any kind over any corpus."""
+    corpus, kind = (
+        draw(corpora()),
+        draw(st.sampled_from([PackedDataset, BucketedDataset, LabelledDataset])),
+    )
     batch_size, seed = draw(st.integers(1, 6)), draw(st.integers(0, 2**32))
     shuffle = draw(st.booleans())
     begin, end = corpus.num_tokens + 1, corpus.num_tokens + 2
@@ -95,7 +98,7 @@ def plans(draw: st.DrawFn) -> Case:
     longest = max(len(corpus[i]) for i in range(len(corpus))) + frame - 1
     assume(longest > 0)
     too_long = draw(st.sampled_from(["error", "truncate", "split"]))
-    if kind is PackedPlan:
+    if kind is PackedDataset:
         length = draw(st.integers(1, 40))
         lengths, cuts = [length], corpus.weighted
         options: Any = (ends, length, batch_size, seed, shuffle, too_long)
@@ -103,7 +106,7 @@ def plans(draw: st.DrawFn) -> Case:
         lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4, unique=True))
         cuts, options = True, (ends, lengths, batch_size, seed, too_long, shuffle)
     assume(too_long != "error" or not cuts or longest <= max(lengths))
-    labels = (np.arange(len(corpus), dtype=np.int32) + 100,) if kind is LabelledPlan else ()
+    labels = (np.arange(len(corpus), dtype=np.int32) + 100,) if kind is LabelledDataset else ()
     cut = max(lengths) if cuts and too_long == "truncate" else None
     assume(any(len(pairs(corpus, i, pair, cut)) for i in range(len(corpus))))
     return Case(kind(corpus, *labels, *options), cut)
@@ -123,20 +126,20 @@ def pairs(corpus: Corpus, i: int, ends: tuple, cut: int | None) -> list[tuple[in
     return found[:cut]
 
 
-def expected(plan: TokenPlan, cut: int | None) -> Counter:
+def expected(dataset: TokenDataset, cut: int | None) -> Counter:
     """What has to come once: (token, target, weight), or (token, label of its document)."""
     wanted: Counter = Counter()
-    for i in range(len(plan.corpus)):
-        found = pairs(plan.corpus, i, (plan.begin_id, plan.end_id), cut)
-        if isinstance(plan, LabelledPlan):
-            found = [(token, int(plan.labels[i])) for token, _, _ in found]
+    for i in range(len(dataset.corpus)):
+        found = pairs(dataset.corpus, i, (dataset.begin_id, dataset.end_id), cut)
+        if isinstance(dataset, LabelledDataset):
+            found = [(token, int(dataset.labels[i])) for token, _, _ in found]
         wanted.update(found)
     return wanted
 
 
-def found_in(plan: TokenPlan, batch: dict[str, np.ndarray]) -> list[tuple]:
+def found_in(dataset: TokenDataset, batch: dict[str, np.ndarray]) -> list[tuple]:
     """The same of a batch, after a check of the form of its rows."""
-    if isinstance(plan, LabelledPlan):
+    if isinstance(dataset, LabelledDataset):
         mask = batch["mask"]
         assert mask.any(1).all()
         mask = mask & (batch["weights"] > 0)[:, None]
@@ -157,24 +160,24 @@ def found_in(plan: TokenPlan, batch: dict[str, np.ndarray]) -> list[tuple]:
 
 
 @examples(80, 5000)
-def test_plans_give_each_token_once(options: settings):
+def test_datasets_give_each_token_once(options: settings):
     @options
-    @given(plans(), st.integers(0, 3), st.integers(0, 6))
+    @given(datasets(), st.integers(0, 3), st.integers(0, 6))
     def check(case: Case, epoch: int, at: int) -> None:
-        plan, found = case.plan, Counter()
+        dataset, found = case.dataset, Counter()
         places = 0
-        for k in range(epoch * plan.batches_per_epoch, (epoch + 1) * plan.batches_per_epoch):
-            batch, halves = plan.batch(k), (slice(at), slice(at, None))
-            parts = [plan.batch(k, rows) for rows in halves]
+        for k in range(epoch * dataset.batches_per_epoch, (epoch + 1) * dataset.batches_per_epoch):
+            batch, halves = dataset.batch(k), (slice(at), slice(at, None))
+            parts = [dataset.batch(k, rows) for rows in halves]
             for name, array in batch.items():
-                assert len(array) == plan.batch_size
+                assert len(array) == dataset.batch_size
                 joined = np.concatenate([part[name] for part in parts])
                 np.testing.assert_array_equal(joined, array)
-            assert plan.bucket(k) in plan.buckets
-            places += plan.batch_size * plan.bucket(k)
-            found.update(found_in(plan, batch))
-        assert found == expected(plan, case.cut)
-        assert plan.padding_waste == pytest.approx(1 - found.total() / places)
+            assert dataset.bucket(k) in dataset.buckets
+            places += dataset.batch_size * dataset.bucket(k)
+            found.update(found_in(dataset, batch))
+        assert found == expected(dataset, case.cut)
+        assert dataset.padding_waste == pytest.approx(1 - found.total() / places)
 
     check()
 

@@ -17,7 +17,7 @@ plugins.register(
     hf="zoo.hf.folder:HUGGING_FACE",
     peft="zoo.hf.peft:PEFT",
 )
-plugins.register("zoo.row_plans", preferences="zoo.alignment.pairs:PairPlan")
+plugins.register("zoo.row_datasets", preferences="zoo.alignment.pairs:PairDataset")
 plugins.register("zoo.precisions", int8="zoo.quantization.int8_training:INT8")
 plugins.register(
     "zoo.quantizations", **dict.fromkeys(("int8", "int4", "nf4"), "zoo.quantization.loading")
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
     from zoo import transformer as transformer
     from zoo.alignment import distillation as distillation
     from zoo.alignment import preferences as preferences
-    from zoo.alignment.pairs import PairPlan as PairPlan
+    from zoo.alignment.pairs import PairDataset as PairDataset
     from zoo.common.configuration import may_differ as may_differ
     from zoo.data import tabular as tabular
     from zoo.data import text as text
     from zoo.data import tokenizer as tokenizer
-    from zoo.data.plans import ArrayPlan as ArrayPlan
-    from zoo.data.plans import Plan as Plan
-    from zoo.data.token_plans import BucketPlan as BucketPlan
-    from zoo.data.token_plans import LabelledPlan as LabelledPlan
-    from zoo.data.token_plans import PackedPlan as PackedPlan
+    from zoo.data.datasets import ArrayDataset as ArrayDataset
+    from zoo.data.datasets import Dataset as Dataset
+    from zoo.data.token_datasets import BucketedDataset as BucketedDataset
+    from zoo.data.token_datasets import LabelledDataset as LabelledDataset
+    from zoo.data.token_datasets import PackedDataset as PackedDataset
     from zoo.data.tokenizer import Tokenizer as Tokenizer
     from zoo.decoding.beam_search import beam_search as beam_search
     from zoo.decoding.drawing import Sampling as Sampling

@@ -12,7 +12,7 @@ from prepared_parts import corpus_of, rows_in
 
 import zoo
 from zoo import lora, losses, preferences, transformer
-from zoo.alignment.pairs import PairPlan
+from zoo.alignment.pairs import PairDataset
 from zoo.data.chats import ChatTemplate
 from zoo.data.rows import SIDES
 from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -50,9 +50,9 @@ PAIRS = [("ab", "c", "defg"), ("h", "ijkl", "m"), ("nop", "q", "rs"), ("", "tu",
 
 
 @pytest.fixture
-def plan(tmp_path):
+def dataset(tmp_path):
     corpus = pair_corpus(tmp_path, *PAIRS)
-    return PairPlan(corpus, 256, buckets=(16, 24), batch_size=4, seed=0)
+    return PairDataset(corpus, 256, buckets=(16, 24), batch_size=4, seed=0)
 
 
 def model_of(seed=0):
@@ -68,12 +68,12 @@ def adapted(seed=0):
     return eqx.tree_at(ups, model, [draw(x) for x in ups(model)])
 
 
-def test_a_pair_is_one_row_of_two_segments(plan):
-    batch = plan.batch(0)
-    assert plan.buckets == (16,)
-    assert plan.batches_per_epoch == 1
+def test_a_pair_is_one_row_of_two_segments(dataset):
+    batch = dataset.batch(0)
+    assert dataset.buckets == (16,)
+    assert dataset.batches_per_epoch == 1
     rows = {}
-    for i, pair in enumerate(plan.pairs(0)):
+    for i, pair in enumerate(dataset.pairs(0)):
         prompt, *sides = PAIRS[pair]
         for segment, side in enumerate(sides, start=1):
             here = batch["segment_ids"][i] == segment
@@ -91,18 +91,18 @@ def test_long_pairs_are_refused_truncated_or_left_out(tmp_path, caplog):
     corpus = pair_corpus(
         tmp_path, ("ab", "c", "defghijk"), ("abcdefg", "hi", "jk"), ("a", "b", "c")
     )
-    make = lambda too_long: PairPlan(corpus, 256, (12,), 2, 0, too_long)
+    make = lambda too_long: PairDataset(corpus, 256, (12,), 2, 0, too_long)
     with pytest.raises(ValueError, match=r"the pair 'pairs.jsonl:1' has 15 tokens in both.*2 of 3"):
         make("error")
     with pytest.raises(ValueError, match=r"too_long='split': a pair is in one row"):
         make("split")
-    plan = make("truncate")
+    dataset = make("truncate")
     assert "1 of 3 pairs, 'pairs.jsonl:2' the first, have no answers that differ" in caplog.text
-    batches = [plan.batch(k) for k in range(plan.batches_per_epoch)]
+    batches = [dataset.batch(k) for k in range(dataset.batches_per_epoch)]
     lengths = {
         int(pair): [int((batch["segment_ids"][i] == s).sum()) for s in (1, 2)]
         for k, batch in enumerate(batches)
-        for i, pair in enumerate(plan.pairs(k))
+        for i, pair in enumerate(dataset.pairs(k))
         if pair >= 0
     }
     assert lengths == {0: [4, 8], 2: [3, 3]}  # the shorter one is whole
@@ -113,7 +113,7 @@ def test_long_pairs_are_refused_truncated_or_left_out(tmp_path, caplog):
 )
 def test_answers_cut_to_their_first_tokens_are_of_use(ends, targets, tmp_path):
     corpus = pair_corpus(tmp_path, ("", "abcd", "xyzu"))
-    batch = PairPlan(corpus, ends, (4,), 1, 0, "truncate").batch(0)
+    batch = PairDataset(corpus, ends, (4,), 1, 0, "truncate").batch(0)
     assert batch["targets"].tolist() == [[*targets[0], *targets[1]]]
     assert batch["weights"].tolist() == [[1, 1, 1, 1]]
 
@@ -193,8 +193,8 @@ def test_numbers_out_of_range_are_refused():
         preferences.dpo(label_smoothing=0.5)
 
 
-def test_a_missing_reference_is_refused(plan):
-    batch, model = jax.tree.map(jnp.asarray, plan.batch(0)), model_of()
+def test_a_missing_reference_is_refused(dataset):
+    batch, model = jax.tree.map(jnp.asarray, dataset.batch(0)), model_of()
     with pytest.raises(ValueError, match="no 'reference': make the log-probabilities"):
         preferences.dpo()(model, batch, None)
     with pytest.raises(ValueError, match="the model has none: adapt it"):
@@ -226,11 +226,11 @@ def plain_dpo(model, reference, beta, smoothing):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [2**29, 4 * 4 * 320 * 4], ids=["whole", "chunks"])
-def test_loss_over_a_base_matches_the_formula(limit, plan, monkeypatch):
+def test_loss_over_a_base_matches_the_formula(limit, dataset, monkeypatch):
     monkeypatch.setattr(losses, "LOGITS_BYTES", limit)
     model, options = adapted(), {"beta": 0.5, "label_smoothing": 0.2}
     loss = preferences.dpo(**options, reference="base")
-    batch = {name: jnp.asarray(x) for name, x in plan.batch(0).items()}
+    batch = {name: jnp.asarray(x) for name, x in dataset.batch(0).items()}
     chunks = losses.num_chunks(jax.ShapeDtypeStruct((4, 16, CONFIG.vocab_size), jnp.float32))
     assert (chunks > 1) == (limit < 2**29)
     params, rest = eqx.partition(model, lora.trainable(model))
@@ -361,7 +361,7 @@ def one_step(loss, batch, *, model=None, mesh=None, accumulate=1):
 def test_steps_do_not_depend_on_mesh_microbatches_and_padding(kind, limit, tmp_path, monkeypatch):
     monkeypatch.setattr(losses, "LOGITS_BYTES", limit)
     corpus = pair_corpus(tmp_path, *PAIRS, ("x", "yz", "w"))
-    make = lambda buckets, rows: PairPlan(corpus, 256, buckets, rows, 0)
+    make = lambda buckets, rows: PairDataset(corpus, 256, buckets, rows, 0)
     loss = preferences.orpo() if kind == "orpo" else preferences.dpo(reference="base")
     batch = make((16,), 8).batch(0)
     assert (batch["segment_ids"] == 2).any(1).sum() == 5
@@ -383,7 +383,7 @@ def test_steps_do_not_depend_on_mesh_microbatches_and_padding(kind, limit, tmp_p
 
 
 @pytest.mark.slow
-def test_adapters_need_one_base(plan):
+def test_adapters_need_one_base(dataset):
     """Neither the state nor the step has a second copy of it."""
     config = transformer.Config(320, d_model=256, num_layers=2, num_heads=4)
     make_base = lambda key: transformer.Transformer(config, key=key)
@@ -393,7 +393,7 @@ def test_adapters_need_one_base(plan):
         optimizer, trainable = optax.sgd(0.1), {"trainable": lora.trainable}
         state = zoo.init_state(make_policy, optimizer, key=jax.random.key(0), **trainable)
         step = zoo.make_train_step(loss, optimizer, precision="fp32", **trainable)
-        stats = step.lower(state, plan.batch(0)).compiled.memory_analysis()
+        stats = step.lower(state, dataset.batch(0)).compiled.memory_analysis()
         return stats.argument_size_in_bytes, stats.temp_size_in_bytes
 
     arrays = eqx.filter(make_base(jax.random.key(0)), eqx.is_array)

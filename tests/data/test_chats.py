@@ -11,7 +11,7 @@ from prepared_parts import corpus_of, rows_in
 from zoo.data.chats import ChatTemplate, with_chat_template
 from zoo.data.prepared.opening import open_prepared
 from zoo.data.prepared.prepare import prepare
-from zoo.data.token_plans import PackedPlan
+from zoo.data.token_datasets import PackedDataset
 from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
 
 TURN = "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
@@ -182,10 +182,12 @@ def test_rows_of_chats_have_no_second_begin_or_end(make, tmp_path):
     template = make("llama")
     _, corpus = examples_of(template, tmp_path, CHAT, CHAT[:2])
     tokenizer = template.tokenizer
-    plan = PackedPlan(corpus, (tokenizer.begin_id, tokenizer.eos_ids[0]), 256, 1, 0, shuffle=False)
-    [row] = plan.batch(0)["tokens"]
-    [targets] = plan.batch(0)["targets"]
-    assert plan.batches_per_epoch == 1
+    dataset = PackedDataset(
+        corpus, (tokenizer.begin_id, tokenizer.eos_ids[0]), 256, 1, 0, shuffle=False
+    )
+    [row] = dataset.batch(0)["tokens"]
+    [targets] = dataset.batch(0)["targets"]
+    assert dataset.batches_per_epoch == 1
     assert (row == tokenizer.bos_id).sum() == 2
     assert (targets == tokenizer.bos_id).sum() == 0
     assert (targets == tokenizer.eos_ids[0]).sum() == 6  # three users', three answers'

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from zoo import losses
 from zoo.data.chats import ChatTemplate
-from zoo.data.token_plans import BucketPlan, PackedPlan
+from zoo.data.token_datasets import BucketedDataset, PackedDataset
 from zoo.data.tokenizer import BPETokenizer, ByteTokenizer, load_tokenizer
 
 TEMPLATE = (
@@ -39,8 +39,8 @@ def test_only_completion_tokens_have_weight(rows):
     tokenizer = ByteTokenizer()
     corpus = corpus_of(rows_in(rows, "completions"), tokenizer)
     assert corpus.num_bytes == len("4Parisbcd")
-    plan = BucketPlan(corpus, 256, buckets=(32,), batch_size=3, shuffle=False)
-    batch = plan.batch(0)
+    dataset = BucketedDataset(corpus, 256, buckets=(32,), batch_size=3, shuffle=False)
+    batch = dataset.batch(0)
     assert counted(batch) == [[*text.encode(), 256] for text in ("4", "Paris", "bcd")]
     # What is read is all of it, from a separator on.
     assert batch["tokens"][0][:6].tolist() == [256, *b"2+2=4"]
@@ -49,9 +49,12 @@ def test_only_completion_tokens_have_weight(rows):
 def test_packed_rows_keep_completion_weights(rows):
     corpus = corpus_of(rows_in(rows, "completions"), ByteTokenizer())
     options = {"seq_len": 7, "batch_size": 2, "seed": 0, "shuffle": False, "too_long": "split"}
-    plan = PackedPlan(corpus, 256, **options)
+    dataset = PackedDataset(corpus, 256, **options)
     found = [
-        t for k in range(plan.batches_per_epoch) for row in counted(plan.batch(k)) for t in row
+        t
+        for k in range(dataset.batches_per_epoch)
+        for row in counted(dataset.batch(k))
+        for t in row
     ]
     assert sorted(t for t in found if t < 256) == sorted(b"4Parisbcd")
     assert found.count(256) == 3
@@ -59,22 +62,22 @@ def test_packed_rows_keep_completion_weights(rows):
 
 def test_packing_never_cuts_a_completion_from_its_prompt(rows):
     corpus = corpus_of(rows_in(rows, "completions"), ByteTokenizer())
-    plan = PackedPlan(corpus, 256, seq_len=26, batch_size=2, seed=0)
-    batch = plan.batch(0)
-    assert plan.batches_per_epoch == 1
+    dataset = PackedDataset(corpus, 256, seq_len=26, batch_size=2, seed=0)
+    batch = dataset.batch(0)
+    assert dataset.batches_per_epoch == 1
     lines = [bytes(t for t in row if t < 256) for row in batch["tokens"].tolist()]
     assert sorted(line.rstrip(b"\0") for line in lines) == [
         b"2+2=4abcd",
         b"capital of France: Paris",
     ]
     with pytest.raises(ValueError, match=r"rows.jsonl:2' has 25 tokens .* seq_len=24: raise it"):
-        PackedPlan(corpus, 256, seq_len=24, batch_size=2, seed=0)
+        PackedDataset(corpus, 256, seq_len=24, batch_size=2, seed=0)
 
 
 def test_no_gradient_comes_from_a_prompt(rows):
     model = drawn_transformer(vocab_size=320)
     corpus = corpus_of(rows_in(rows, "completions"), ByteTokenizer())
-    batch = BucketPlan(corpus, 256, buckets=(32,), batch_size=3, shuffle=False).batch(0)
+    batch = BucketedDataset(corpus, 256, buckets=(32,), batch_size=3, shuffle=False).batch(0)
     other = {**batch, "targets": np.where(batch["weights"] > 0, batch["targets"], 7)}
     assert not np.array_equal(other["targets"], batch["targets"])
 
@@ -165,7 +168,7 @@ def test_only_assistant_messages_have_weight(tokenizer, tmp_path):
     path = write_lines(tmp_path / "chats.jsonl", {"messages": CHAT})
     template = ChatTemplate(tokenizer)
     corpus = corpus_of(rows_in(path, "chats", lambda: template), tokenizer)
-    batch = BucketPlan(corpus, 128, buckets=(64,), batch_size=1, shuffle=False).batch(0)
+    batch = BucketedDataset(corpus, 128, buckets=(64,), batch_size=1, shuffle=False).batch(0)
     end = 131
     # A model stops at the end of turn: neither the line break after it nor another end counts.
     assert counted(batch) == [[*b"yo", end, *b"ok", end]]

@@ -15,11 +15,11 @@ import xla
 from jax.sharding import PartitionSpec as P
 
 import zoo
-from zoo.alignment.pairs import PairPlan
+from zoo.alignment.pairs import PairDataset
 from zoo.common import checksums
-from zoo.data import loader, packing, plans, token_plans
+from zoo.data import datasets, loader, packing, token_datasets
 from zoo.data.corpus import Corpus
-from zoo.data.mixtures import MixturePlan, Stage
+from zoo.data.mixtures import MixtureDataset, Stage
 from zoo.sharding import batch_sharding, make_mesh
 
 VOCAB, SEPARATOR = 50, 49
@@ -36,21 +36,21 @@ LENGTHS = [5, 0, 17, 1, 40, 8, 8, 3, 100, 2, 9]
 
 
 def packed(lengths=LENGTHS, seq_len=16, batch_size=4, seed=0, **kwargs):
-    return token_plans.PackedPlan(
+    return token_datasets.PackedDataset(
         make_corpus(lengths), SEPARATOR, seq_len, batch_size, seed, **kwargs
     )
 
 
 def bucketed(lengths=LENGTHS, buckets=(8, 16, 32), batch_size=4, seed=0, **kwargs):
     kwargs = {"too_long": "split"} | kwargs
-    return token_plans.BucketPlan(
+    return token_datasets.BucketedDataset(
         make_corpus(lengths), SEPARATOR, buckets, batch_size, seed, **kwargs
     )
 
 
-def epoch_of(plan, epoch=0):
-    start = epoch * plan.batches_per_epoch
-    return [plan.batch(k) for k in range(start, start + plan.batches_per_epoch)]
+def epoch_of(dataset, epoch=0):
+    start = epoch * dataset.batches_per_epoch
+    return [dataset.batch(k) for k in range(start, start + dataset.batches_per_epoch)]
 
 
 def segments(batches):
@@ -82,43 +82,43 @@ PLANS = {
 
 
 @pytest.fixture(params=PLANS.values(), ids=PLANS)
-def make_plan(request):
+def make_dataset(request):
     return request.param
 
 
-# --- What every plan keeps to
+# --- What every dataset keeps to
 
 
-def test_batches_have_the_announced_shapes(make_plan):
-    plan = make_plan()
-    shapes = plan.shapes()
-    assert sorted(shapes) == list(plan.buckets)
-    for k in range(plan.batches_per_epoch):
-        batch = plan.batch(k)
-        expected = shapes[plan.bucket(k)]
+def test_batches_have_the_announced_shapes(make_dataset):
+    dataset = make_dataset()
+    shapes = dataset.shapes()
+    assert sorted(shapes) == list(dataset.buckets)
+    for k in range(dataset.batches_per_epoch):
+        batch = dataset.batch(k)
+        expected = shapes[dataset.bucket(k)]
         assert {name: (array.shape, array.dtype) for name, array in batch.items()} == {
             name: (shape.shape, shape.dtype) for name, shape in expected.items()
         }
 
 
 def test_batches_depend_on_seed_and_index():
-    for make_plan in (packed, bucketed):
-        plan, again, other = make_plan(), make_plan(), make_plan(seed=1)
-        total = 3 * plan.batches_per_epoch
-        forwards = [plan.batch(k)["tokens"].tobytes() for k in range(total)]
+    for make_dataset in (packed, bucketed):
+        dataset, again, other = make_dataset(), make_dataset(), make_dataset(seed=1)
+        total = 3 * dataset.batches_per_epoch
+        forwards = [dataset.batch(k)["tokens"].tobytes() for k in range(total)]
         backwards = [again.batch(k)["tokens"].tobytes() for k in reversed(range(total))]
         assert forwards == backwards[::-1]
         assert forwards != [other.batch(k)["tokens"].tobytes() for k in range(total)]
         assert forwards[: total // 3] != forwards[total // 3 : 2 * total // 3]
 
 
-def test_invalid_arguments_are_refused(make_plan):
+def test_invalid_arguments_are_refused(make_dataset):
     for wrong in ({"batch_size": 0}, {"seed": -1}):
         [(name, value)] = wrong.items()
         with pytest.raises(ValueError, match=f"{name}={value}"):
-            make_plan(**wrong)
+            make_dataset(**wrong)
     with pytest.raises(ValueError, match=r"separator_id=50 .* vocab_size=50"):
-        token_plans.PackedPlan(make_corpus([3]), 50, seq_len=8, batch_size=1, seed=0)
+        token_datasets.PackedDataset(make_corpus([3]), 50, seq_len=8, batch_size=1, seed=0)
     with pytest.raises(ValueError, match="seq_len=0 must be at least 1"):
         packed(seq_len=0)
     with pytest.raises(IndexError, match="batch -1"):
@@ -130,8 +130,10 @@ def test_invalid_arguments_are_refused(make_plan):
 
 def test_packed_rows_match_a_worked_example():
     corpus = Corpus.from_arrays([np.array([1, 2, 3]), np.array([4]), np.array([5, 6])], 10, 6)
-    plan = token_plans.PackedPlan(corpus, 9, seq_len=4, batch_size=2, seed=0, shuffle=False)
-    first, second = epoch_of(plan)
+    dataset = token_datasets.PackedDataset(
+        corpus, 9, seq_len=4, batch_size=2, seed=0, shuffle=False
+    )
+    first, second = epoch_of(dataset)
     assert first["tokens"].tolist() == [[9, 1, 2, 3], [9, 4, 9, 5]]
     assert first["targets"].tolist() == [[1, 2, 3, 9], [4, 9, 5, 6]]
     assert first["segment_ids"].tolist() == [[1, 1, 1, 1], [1, 1, 2, 2]]
@@ -139,7 +141,7 @@ def test_packed_rows_match_a_worked_example():
     assert second["tokens"].tolist() == [[6, 0, 0, 0], [0, 0, 0, 0]]
     assert second["targets"].tolist() == [[9, 0, 0, 0], [0, 0, 0, 0]]
     assert second["weights"].tolist() == [[1, 0, 0, 0], [0, 0, 0, 0]]
-    assert plan.padding_waste == 7 / 16
+    assert dataset.padding_waste == 7 / 16
 
 
 # --- Buckets
@@ -147,50 +149,52 @@ def test_packed_rows_match_a_worked_example():
 
 def test_bucketed_rows_match_a_worked_example():
     corpus = Corpus.from_arrays([np.array([1, 2, 3]), np.array([4]), np.array([5, 6])], 10, 6)
-    plan = token_plans.BucketPlan(
+    dataset = token_datasets.BucketedDataset(
         corpus, 9, buckets=(2, 4, 100), batch_size=1, seed=0, shuffle=False
     )
-    assert plan.buckets == (2, 4)  # no row needs 100
-    assert [plan.bucket(k) for k in range(3)] == [2, 4, 4]
-    small, long, short = epoch_of(plan)
+    assert dataset.buckets == (2, 4)  # no row needs 100
+    assert [dataset.bucket(k) for k in range(3)] == [2, 4, 4]
+    small, long, short = epoch_of(dataset)
     assert (small["tokens"].tolist(), small["targets"].tolist()) == ([[9, 4]], [[4, 9]])
     assert (long["tokens"].tolist(), long["targets"].tolist()) == ([[9, 1, 2, 3]], [[1, 2, 3, 9]])
     assert short["tokens"].tolist() == [[9, 5, 6, 0]]
     assert short["targets"].tolist() == [[5, 6, 9, 0]]
     assert short["weights"].tolist() == [[1, 1, 1, 0]]
-    assert plan.padding_waste == pytest.approx(1 / 10)
+    assert dataset.padding_waste == pytest.approx(1 / 10)
 
 
 def test_left_over_rows_fill_larger_buckets():
     # Rows of 8: five, so one is left over; rows of 16: six, so two; rows of 32: three.
     lengths = [7] * 5 + [15] * 6 + [31] * 3
-    plan = bucketed(lengths)
-    batches = epoch_of(plan)
+    dataset = bucketed(lengths)
+    batches = epoch_of(dataset)
     # The batch of 32 has one place, too few for the two rows of 16; their own batch then has two,
     # and the row of 8 takes one of them.
     empty = sorted((b["tokens"].shape[1], int((b["weights"].sum(1) == 0).sum())) for b in batches)
     assert empty == [(8, 0), (16, 0), (16, 1), (32, 1)]
-    assert plan.padding_waste == pytest.approx(1 - (5 * 8 + 6 * 16 + 3 * 32) / (4 * (8 + 32 + 32)))
+    assert dataset.padding_waste == pytest.approx(
+        1 - (5 * 8 + 6 * 16 + 3 * 32) / (4 * (8 + 32 + 32))
+    )
 
 
 def test_emptied_buckets_are_dropped():
     # Both rows of 8, in every epoch, take the places that one row of 16 leaves in a batch.
-    plan = bucketed([5, 15, 6])
-    assert plan.buckets == (16,)
-    assert list(plan.shapes()) == [16]
-    assert plan.describe_buckets() == "bucket 16: 3 rows in 1 batches, 54.7% padding"
+    dataset = bucketed([5, 15, 6])
+    assert dataset.buckets == (16,)
+    assert list(dataset.shapes()) == [16]
+    assert dataset.describe_buckets() == "bucket 16: 3 rows in 1 batches, 54.7% padding"
     for k in range(3):
-        [batch] = epoch_of(plan, k)
+        [batch] = epoch_of(dataset, k)
         assert sorted(batch["weights"].sum(1)) == [0, 6, 7, 16]
 
 
 def test_bucket_order_is_shuffled():
-    plan = bucketed([7] * 40 + [15] * 40)
-    order = [plan.bucket(k) for k in range(plan.batches_per_epoch)]
+    dataset = bucketed([7] * 40 + [15] * 40)
+    order = [dataset.bucket(k) for k in range(dataset.batches_per_epoch)]
     assert sorted(order) == [8] * 10 + [16] * 10
     assert order != sorted(order)
-    following = range(plan.batches_per_epoch, 2 * plan.batches_per_epoch)
-    assert order != [plan.bucket(k) for k in following]
+    following = range(dataset.batches_per_epoch, 2 * dataset.batches_per_epoch)
+    assert order != [dataset.bucket(k) for k in following]
 
 
 def test_overlong_documents_are_refused():
@@ -204,22 +208,22 @@ def test_overlong_documents_are_refused():
 
 
 def test_overlong_documents_are_truncated():
-    plan = bucketed([40, 3], too_long="truncate")
-    found = {len(tokens): (tokens, targets) for tokens, targets in segments(epoch_of(plan))}
+    dataset = bucketed([40, 3], too_long="truncate")
+    found = {len(tokens): (tokens, targets) for tokens, targets in segments(epoch_of(dataset))}
     assert sorted(found) == [4, 32]
-    document = plan.corpus[0]
+    document = dataset.corpus[0]
     np.testing.assert_array_equal(found[32][0], [SEPARATOR, *document[:31]])
     np.testing.assert_array_equal(found[32][1], document[:32])
 
 
 def test_overlong_documents_are_split():
-    plan = bucketed([70], batch_size=1, shuffle=False, too_long="split")
-    assert sorted(plan.bucket(k) for k in range(plan.batches_per_epoch)) == [8, 32, 32]
-    found = sorted(segments(epoch_of(plan)), key=lambda piece: -len(piece[0]))
+    dataset = bucketed([70], batch_size=1, shuffle=False, too_long="split")
+    assert sorted(dataset.bucket(k) for k in range(dataset.batches_per_epoch)) == [8, 32, 32]
+    found = sorted(segments(epoch_of(dataset)), key=lambda piece: -len(piece[0]))
     tokens = np.concatenate([tokens for tokens, _ in found])
     targets = np.concatenate([targets for _, targets in found])
-    np.testing.assert_array_equal(tokens, [SEPARATOR, *plan.corpus[0]])
-    np.testing.assert_array_equal(targets, [*plan.corpus[0], SEPARATOR])
+    np.testing.assert_array_equal(tokens, [SEPARATOR, *dataset.corpus[0]])
+    np.testing.assert_array_equal(targets, [*dataset.corpus[0], SEPARATOR])
 
 
 @pytest.mark.parametrize("buckets", [(), (0, 8), (8, 8)])
@@ -236,13 +240,13 @@ def as_numpy(batch):
 
 
 @pytest.mark.parametrize("spec", [None, "", "data=4,fsdp=2", "data=2,fsdp=2,tensor=2", "tensor=8"])
-def test_loaded_batches_match_on_any_mesh(make_plan, spec):
-    plan = make_plan(batch_size=8)
+def test_loaded_batches_match_on_any_mesh(make_dataset, spec):
+    dataset = make_dataset(batch_size=8)
     mesh = None if spec is None else make_mesh(spec)
-    loaded = list(loader.batches(plan, mesh, start=1, stop=5))
+    loaded = list(loader.batches(dataset, mesh, start=1, stop=5))
     assert [k for k, _ in loaded] == [1, 2, 3, 4]
     for k, batch in loaded:
-        expected = plan.batch(k)
+        expected = dataset.batch(k)
         assert batch.keys() == expected.keys()
         for name, array in batch.items():
             assert isinstance(array, jax.Array)
@@ -250,29 +254,29 @@ def test_loaded_batches_match_on_any_mesh(make_plan, spec):
             np.testing.assert_array_equal(array, expected[name])
             if mesh is not None:
                 assert array.sharding.is_equivalent_to(batch_sharding(mesh, 2), 2)
-                shape = plan.shapes(mesh)[plan.bucket(k)][name]
+                shape = dataset.shapes(mesh)[dataset.bucket(k)][name]
                 assert shape.sharding.is_equivalent_to(array.sharding, 2)
 
 
 def test_batches_lie_as_their_layout_says():
-    plan = zoo.ArrayPlan({"x": np.arange(16.0, dtype=np.float32)}, batch_size=8, seed=0)
+    dataset = zoo.ArrayDataset({"x": np.arange(16.0, dtype=np.float32)}, batch_size=8, seed=0)
     layout = zoo.Layout("data=2,tensor=4", {"batch": "tensor"})
-    [(_, batch)] = loader.batches(plan, layout, stop=1)
+    [(_, batch)] = loader.batches(dataset, layout, stop=1)
     assert batch["x"].sharding.spec == P("tensor")
-    assert plan.shapes(layout)[plan.bucket(0)]["x"].sharding == batch["x"].sharding
-    np.testing.assert_array_equal(batch["x"], plan.batch(0)["x"])
+    assert dataset.shapes(layout)[dataset.bucket(0)]["x"].sharding == batch["x"].sharding
+    np.testing.assert_array_equal(batch["x"], dataset.batch(0)["x"])
 
 
 def test_each_row_range_is_built_once():
     asked = set()
 
-    class Watched(token_plans.PackedPlan):
+    class Watched(token_datasets.PackedDataset):
         def batch(self, k, rows=None):
             asked.add((rows.start, rows.stop))
             return super().batch(k, rows)
 
-    plan = Watched(make_corpus(LENGTHS), SEPARATOR, 16, 8, 0)
-    list(loader.batches(plan, make_mesh("data=2,fsdp=2,tensor=2"), stop=2))
+    dataset = Watched(make_corpus(LENGTHS), SEPARATOR, 16, 8, 0)
+    list(loader.batches(dataset, make_mesh("data=2,fsdp=2,tensor=2"), stop=2))
     assert asked == {(0, 2), (2, 4), (4, 6), (6, 8)}  # each once, whatever the tensor axis
 
 
@@ -282,28 +286,29 @@ def test_indivisible_batch_sizes_are_refused():
     loader.batches(packed(batch_size=6), make_mesh("data=2,tensor=2")).close()
 
 
-def test_resume_at_any_batch(make_plan):
-    plan = make_plan()
-    stop = 2 * plan.batches_per_epoch + 1
-    whole = [(k, as_numpy(batch)) for k, batch in loader.batches(plan, stop=stop)]
+def test_resume_at_any_batch(make_dataset):
+    dataset = make_dataset()
+    stop = 2 * dataset.batches_per_epoch + 1
+    whole = [(k, as_numpy(batch)) for k, batch in loader.batches(dataset, stop=stop)]
     for start in range(stop + 1):
         tail = [
-            (k, as_numpy(batch)) for k, batch in loader.batches(make_plan(), start=start, stop=stop)
+            (k, as_numpy(batch))
+            for k, batch in loader.batches(make_dataset(), start=start, stop=stop)
         ]
         np.testing.assert_equal(tail, whole[start:])
     with pytest.raises(ValueError, match="start=3 and stop=2"):
-        loader.batches(plan, start=3, stop=2)
+        loader.batches(dataset, start=3, stop=2)
 
 
 def test_plan_errors_reach_the_caller():
-    class Broken(token_plans.PackedPlan):
+    class Broken(token_datasets.PackedDataset):
         def batch(self, k, rows=None):
             if k == 3:
                 raise RuntimeError("the disk is gone")
             return super().batch(k, rows)
 
-    plan = Broken(make_corpus(LENGTHS), SEPARATOR, 16, 4, 0)
-    stream = loader.batches(plan)
+    dataset = Broken(make_corpus(LENGTHS), SEPARATOR, 16, 4, 0)
+    stream = loader.batches(dataset)
     assert [next(stream)[0] for _ in range(3)] == [0, 1, 2]
     with pytest.raises(RuntimeError, match="the disk is gone") as raised:
         next(stream)
@@ -314,9 +319,9 @@ def test_plan_errors_reach_the_caller():
 def test_a_bad_value_is_reported_by_row_and_field_alone():
     rows = np.ones((16, 4), np.float32)
     rows[13, 2] = np.nan
-    plan = plans.ArrayPlan({"x": rows}, batch_size=8, seed=0, shuffle=False)
+    dataset = datasets.ArrayDataset({"x": rows}, batch_size=8, seed=0, shuffle=False)
     with pytest.raises(ValueError, match=r"batch 1: x\[5, 2\] is nan") as raised:
-        list(loader.batches(plan, stop=2))
+        list(loader.batches(dataset, stop=2))
     (line,) = traceback.format_exception_only(raised.value)
     assert line.startswith("ValueError: batch 1: x[5, 2] is nan")
     assert line.count("\n") == 1
@@ -357,10 +362,10 @@ def test_a_dropped_iterator_ends_its_threads():
 
 SCRIPT = """
 import numpy as np
-from zoo.data import loader, token_plans
+from zoo.data import loader, token_datasets
 from zoo.data.corpus import Corpus
 corpus = Corpus.from_arrays([np.arange(40)], 50, 40)
-stream = loader.batches(token_plans.PackedPlan(corpus, 49, 8, 2, 0))
+stream = loader.batches(token_datasets.PackedDataset(corpus, 49, 8, 2, 0))
 next(stream)
 print("done")
 """
@@ -379,21 +384,21 @@ import sys
 import jax, numpy as np
 jax.distributed.initialize(f"localhost:{sys.argv[2]}", 2, int(sys.argv[1]))
 from jax.sharding import AxisType, Mesh
-from zoo.data import loader, token_plans
+from zoo.data import loader, token_datasets
 from zoo.data.corpus import Corpus
 # Devices 0 and 1 are of the first process: {layout} of the mesh spans the processes.
 devices = np.array(sorted(jax.devices(), key=lambda d: d.id)).reshape(2, 2)
 devices = devices.T if {layout!r} == "tensor" else devices
 mesh = Mesh(devices.reshape(2, 1, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
 asked = set()
-class Watched(token_plans.PackedPlan):
+class Watched(token_datasets.PackedDataset):
     def batch(self, k, rows=None):
         asked.add((rows.start, rows.stop))
         return super().batch(k, rows)
 corpus = Corpus.from_arrays([np.arange(40), np.arange(3), np.arange(30)], 50, 73)
-plan = Watched(corpus, 49, 8, 4, 0)
-for k, batch in loader.batches(plan, mesh, stop=5):
-    whole = token_plans.PackedPlan.batch(token_plans.PackedPlan(corpus, 49, 8, 4, 0), k)
+dataset = Watched(corpus, 49, 8, 4, 0)
+for k, batch in loader.batches(dataset, mesh, stop=5):
+    whole = token_datasets.PackedDataset.batch(token_datasets.PackedDataset(corpus, 49, 8, 4, 0), k)
     for name, array in batch.items():
         assert array.shape == (4, 8)
         for shard in array.addressable_shards:
@@ -428,52 +433,54 @@ def test_two_processes_build_their_own_rows(layout, rows):
 # --- Arrays
 
 
-def array_plan(rows=10, batch_size=4, **kwargs):
+def array_dataset(rows=10, batch_size=4, **kwargs):
     arrays = {"x": np.arange(rows * 3, dtype=np.float32).reshape(rows, 3), "y": np.arange(rows)}
-    return plans.ArrayPlan(arrays, batch_size, seed=3, **kwargs)
+    return datasets.ArrayDataset(arrays, batch_size, seed=3, **kwargs)
 
 
 @pytest.mark.parametrize(("rows", "batch_size"), [(10, 4), (8, 4), (1, 4), (5, 1)])
 def test_array_rows_come_once_per_epoch(rows, batch_size):
-    plan = array_plan(rows, batch_size)
+    dataset = array_dataset(rows, batch_size)
     for epoch in range(2):
-        first = epoch * plan.batches_per_epoch
-        batches = [plan.batch(first + k) for k in range(plan.batches_per_epoch)]
+        first = epoch * dataset.batches_per_epoch
+        batches = [dataset.batch(first + k) for k in range(dataset.batches_per_epoch)]
         seen = np.concatenate([batch["y"][batch["weights"] > 0] for batch in batches])
         assert sorted(seen) == list(range(rows))
         for batch in batches:
             assert np.array_equal(batch["x"][:, 0], 3.0 * batch["y"])  # the arrays stay together
-            structs = plan.shapes()[plan.bucket(0)]
+            structs = dataset.shapes()[dataset.bucket(0)]
             assert {n: (x.shape, x.dtype) for n, x in batch.items()} == {
                 n: (x.shape, x.dtype) for n, x in structs.items()
             }
-    parts = [array_plan(rows, batch_size).batch(1, slice(i, i + 1)) for i in range(batch_size)]
-    for name, array in plan.batch(1).items():
+    parts = [array_dataset(rows, batch_size).batch(1, slice(i, i + 1)) for i in range(batch_size)]
+    for name, array in dataset.batch(1).items():
         assert np.array_equal(array, np.concatenate([part[name] for part in parts]))
-    assert plan.padding_waste == 1 - rows / (plan.batches_per_epoch * batch_size)
+    assert dataset.padding_waste == 1 - rows / (dataset.batches_per_epoch * batch_size)
 
 
 def test_inconsistent_arrays_are_refused():
     with pytest.raises(ValueError, match="'x': 2, 'y': 3"):
-        plans.ArrayPlan({"x": np.zeros(2), "y": np.zeros(3)}, 1, seed=0)
+        datasets.ArrayDataset({"x": np.zeros(2), "y": np.zeros(3)}, 1, seed=0)
     with pytest.raises(ValueError, match="'weights' is taken"):
-        plans.ArrayPlan({"weights": np.zeros(2)}, 1, seed=0)
+        datasets.ArrayDataset({"weights": np.zeros(2)}, 1, seed=0)
 
 
 def test_lists_become_arrays_and_anything_else_is_refused_by_name():
-    plan = plans.ArrayPlan({"x": [[1.0, 2.0], [3.0, 4.0]], "y": [1, 0]}, 2, seed=0, shuffle=False)
-    assert np.array_equal(plan.batch(0)["x"], [[1, 2], [3, 4]])
-    assert plan.row(2)["x"] == ((2,), np.float64)
+    dataset = datasets.ArrayDataset(
+        {"x": [[1.0, 2.0], [3.0, 4.0]], "y": [1, 0]}, 2, seed=0, shuffle=False
+    )
+    assert np.array_equal(dataset.batch(0)["x"], [[1, 2], [3, 4]])
+    assert dataset.row(2)["x"] == ((2,), np.float64)
     for wrong in ([[1], [2, 3]], ["a", "b"], 3, [None, 1], np.asarray(["2026-01-01"], "M8[D]")):
         with pytest.raises(ValueError, match=r"arrays\['x'\]"):
-            plans.ArrayPlan({"x": wrong}, 1, seed=0)
+            datasets.ArrayDataset({"x": wrong}, 1, seed=0)
 
 
 def test_fingerprints_of_arrays_tell_all_that_batches_depend_on():
     rows = np.arange(12, dtype=np.float32).reshape(4, 3)
 
     def print_of(x=rows, name="x", batch_size=2, seed=0, **options):
-        return plans.ArrayPlan({name: x}, batch_size, seed, **options).fingerprint
+        return datasets.ArrayDataset({name: x}, batch_size, seed, **options).fingerprint
 
     changed = rows.copy()
     changed[3, 2] += 1e-6
@@ -493,20 +500,20 @@ def test_large_arrays_have_fingerprints_of_blocks(monkeypatch, tmp_path):
     def print_of(row):
         array = np.load(tmp_path / "x.npy", mmap_mode="c")
         array[row] = row + 1
-        return plans.ArrayPlan({"x": array}, 8, seed=0).fingerprint
+        return datasets.ArrayDataset({"x": array}, 8, seed=0).fingerprint
 
     assert len({print_of(row) for row in (0, 255, 2048, 4095)}) == 4
     assert len({print_of(row) for row in (256, 1800, 3839)}) == 1
 
 
-def made_plans():
-    """Plans over the same documents, but for one thing each."""
+def made_datasets():
+    """Datasets over the same documents, but for one thing each."""
 
-    def make(cls=token_plans.PackedPlan, last=3, counts=None, seed=0, **options):
+    def make(cls=token_datasets.PackedDataset, last=3, counts=None, seed=0, **options):
         documents = [np.arange(n) % 5 + 1 for n in (4, 6, 8, 2)]
         documents[-1][-1] = last
         corpus = Corpus.from_arrays(documents, 50, 47, counts=counts)
-        if cls is token_plans.LabelledPlan:
+        if cls is token_datasets.LabelledDataset:
             return cls(corpus, options.pop("labels"), 0, (16,), 2, seed)
         return cls(corpus, 0, batch_size=2, seed=seed, **options)
 
@@ -516,17 +523,17 @@ def made_plans():
         *(make(seq_len=8), make(seq_len=8, last=4), make(seq_len=8, seed=1), make(seq_len=4)),
         make(seq_len=16, counts=counts),
         make(seq_len=16, counts=[*counts[:3], np.asarray([True, False])]),
-        *(make(token_plans.BucketPlan, **rows), make(PairPlan, **rows)),
-        make(PairPlan, **rows).with_reference(np.zeros((2, 2), "f4")),
-        *(make(token_plans.LabelledPlan, labels=labels) for labels in (first, other)),
-        MixturePlan({"a": make(seq_len=8), "b": make(seq_len=8, last=4)}, [Stage(0, (1, 1))]),
-        MixturePlan({"a": make(seq_len=8), "b": make(seq_len=8, last=4)}, [Stage(0, (1, 2))]),
+        *(make(token_datasets.BucketedDataset, **rows), make(PairDataset, **rows)),
+        make(PairDataset, **rows).with_reference(np.zeros((2, 2), "f4")),
+        *(make(token_datasets.LabelledDataset, labels=labels) for labels in (first, other)),
+        MixtureDataset({"a": make(seq_len=8), "b": make(seq_len=8, last=4)}, [Stage(0, (1, 1))]),
+        MixtureDataset({"a": make(seq_len=8), "b": make(seq_len=8, last=4)}, [Stage(0, (1, 2))]),
     ]
 
 
-def test_fingerprints_of_token_plans_tell_them_apart():
-    prints = [plan.fingerprint for plan in made_plans()]
-    assert prints == [plan.fingerprint for plan in made_plans()]
+def test_fingerprints_of_token_datasets_tell_them_apart():
+    prints = [dataset.fingerprint for dataset in made_datasets()]
+    assert prints == [dataset.fingerprint for dataset in made_datasets()]
     # Pairs are rows of buckets, with the same tokens.
     assert len(prints) == 13
     assert len({*prints}) == 13
@@ -539,15 +546,19 @@ def labelled(**options):
     documents = [np.full(n, n) for n in (3, 5, 7, 2, 30)]
     corpus = Corpus.from_arrays(documents, 50, 47)
     options = {"too_long": "split", "buckets": (4, 8), "batch_size": 3, "seed": 0} | options
-    return token_plans.LabelledPlan(corpus, np.array([3, 5, 7, 2, 30], np.int32), 49, **options)
+    return token_datasets.LabelledDataset(
+        corpus, np.array([3, 5, 7, 2, 30], np.int32), 49, **options
+    )
 
 
 def test_rows_carry_their_document_label():
-    plan = labelled()
+    dataset = labelled()
     counts: dict[int, int] = {}
-    for k in range(plan.batches_per_epoch):
-        batch = plan.batch(k)
-        shapes = {name: (s.shape, s.dtype) for name, s in plan.shapes()[plan.bucket(k)].items()}
+    for k in range(dataset.batches_per_epoch):
+        batch = dataset.batch(k)
+        shapes = {
+            name: (s.shape, s.dtype) for name, s in dataset.shapes()[dataset.bucket(k)].items()
+        }
         assert {name: (x.shape, x.dtype) for name, x in batch.items()} == shapes
         for tokens, mask, label, weight in zip(*batch.values(), strict=True):
             assert mask.any()
@@ -556,9 +567,9 @@ def test_rows_carry_their_document_label():
             if weight:
                 counts[int(label)] = counts.get(int(label), 0) + 1
     assert counts == {3: 1, 5: 1, 7: 1, 2: 1, 30: 4}  # 31 with the separator, in rows of 8
-    weights = [plan.batch(k)["weights"].mean() for k in range(plan.batches_per_epoch)]
+    weights = [dataset.batch(k)["weights"].mean() for k in range(dataset.batches_per_epoch)]
     assert sorted(weights) == pytest.approx([2 / 3, 1, 1])
-    assert plan.unit == "examples"
+    assert dataset.unit == "examples"
 
 
 @pytest.mark.parametrize(
@@ -577,10 +588,10 @@ def test_rows_carry_their_document_label():
 def test_labelled_batches_are_filled_up_with_other_rows(lengths, counted, added):
     corpus = Corpus.from_arrays([np.full(n, i) for i, n in enumerate(lengths)], 50, 47)
     labels = np.arange(len(lengths), dtype=np.int32)
-    plan = token_plans.LabelledPlan(corpus, labels, 49, (4, 8), 4, shuffle=False)
-    assert plan.batches_per_epoch == len(counted)
+    dataset = token_datasets.LabelledDataset(corpus, labels, 49, (4, 8), 4, shuffle=False)
+    assert dataset.batches_per_epoch == len(counted)
     for k, rows in enumerate(counted):
-        batch = plan.batch(k)
+        batch = dataset.batch(k)
         fill = added if k == len(counted) - 1 else []
         assert batch["labels"].tolist() == [*rows, *fill]
         assert batch["weights"].tolist() == [1.0] * len(rows) + [0.0] * len(fill)
@@ -594,10 +605,10 @@ def test_labelled_batches_are_filled_up_with_other_rows(lengths, counted, added)
 
 def test_rows_that_fill_up_a_batch_change_with_the_epoch():
     corpus = Corpus.from_arrays([np.full(3, i) for i in range(20)], 50, 47)
-    plan = token_plans.LabelledPlan(corpus, np.arange(20, dtype=np.int32), 49, (4,), 8)
+    dataset = token_datasets.LabelledDataset(corpus, np.arange(20, dtype=np.int32), 49, (4,), 8)
     added = []
     for epoch in range(4):
-        held = [plan.batch(3 * epoch + k) for k in range(3)]
+        held = [dataset.batch(3 * epoch + k) for k in range(3)]
         assert sorted(x for b in held for x in b["labels"][b["weights"] > 0]) == [*range(20)]
         (last,) = [b["labels"].tolist() for b in held if not b["weights"].all()]
         assert len({*last}) == 8
@@ -608,14 +619,14 @@ def test_rows_that_fill_up_a_batch_change_with_the_epoch():
 def test_each_document_needs_a_label():
     corpus = Corpus.from_arrays([np.arange(3), np.arange(4)], 50, 7)
     with pytest.raises(ValueError, match="1 labels for 2 documents"):
-        token_plans.LabelledPlan(corpus, np.zeros(1, np.int32), 49)
+        token_datasets.LabelledDataset(corpus, np.zeros(1, np.int32), 49)
 
 
 def test_bucket_descriptions_give_rows_and_padding():
     corpus = Corpus.from_arrays([np.arange(3), np.arange(1), np.arange(6)], 50, 10)
-    plan = token_plans.BucketPlan(corpus, 49, (4, 8), batch_size=2)
+    dataset = token_datasets.BucketedDataset(corpus, 49, (4, 8), batch_size=2)
     # Of 4 the rows of 4 and 2 tokens with their separators, of 8 one of 7 and an empty one.
-    assert plan.describe_buckets().splitlines() == [
+    assert dataset.describe_buckets().splitlines() == [
         "bucket 4: 2 rows in 1 batches, 25.0% padding",
         "bucket 8: 1 rows in 1 batches, 56.2% padding",
     ]
@@ -627,17 +638,19 @@ def counted_corpus(**options):
     return Corpus.from_arrays(tokens, 10, 6, counts=counts, **options)
 
 
-def counted_plan(corpus, ends, seq_len, **options):
-    return token_plans.PackedPlan(corpus, ends, seq_len, 1, seed=0, shuffle=False, **options)
+def counted_dataset(corpus, ends, seq_len, **options):
+    return token_datasets.PackedDataset(corpus, ends, seq_len, 1, seed=0, shuffle=False, **options)
 
 
 @pytest.mark.parametrize("ends", [0, (9, 0)])
 def test_uncounted_tokens_have_zero_weight(ends):
     rows = [
-        batch["targets"][0].tolist() for batch in epoch_of(counted_plan(counted_corpus(), ends, 6))
+        batch["targets"][0].tolist()
+        for batch in epoch_of(counted_dataset(counted_corpus(), ends, 6))
     ]
     weights = [
-        batch["weights"][0].tolist() for batch in epoch_of(counted_plan(counted_corpus(), ends, 6))
+        batch["weights"][0].tolist()
+        for batch in epoch_of(counted_dataset(counted_corpus(), ends, 6))
     ]
     # The end after a document, here the id 0, always counts.
     assert rows == [[1, 2, 3, 0, 5, 0], [7, 4, 0, 0, 0, 0]]
@@ -646,28 +659,28 @@ def test_uncounted_tokens_have_zero_weight(ends):
 
 def test_documents_may_lack_a_begin_or_an_end():
     corpus = Corpus.from_arrays([np.array([1, 2, 3]), np.array([4]), np.array([5, 6])], 10, 6)
-    plan = counted_plan(corpus, (None, 9), 4)
-    first, second = epoch_of(plan)
+    dataset = counted_dataset(corpus, (None, 9), 4)
+    first, second = epoch_of(dataset)
     assert (first["tokens"].tolist(), first["targets"].tolist()) == ([[1, 2, 3, 4]], [[2, 3, 9, 9]])
     assert second["tokens"].tolist() == [[5, 6, 0, 0]]
     assert second["targets"].tolist() == [[6, 9, 0, 0]]
     assert first["segment_ids"].tolist() == [[1, 1, 1, 2]]
-    plan = counted_plan(corpus, (8, 9), 9)
-    [batch] = epoch_of(plan)
+    dataset = counted_dataset(corpus, (8, 9), 9)
+    [batch] = epoch_of(dataset)
     assert batch["tokens"].tolist() == [[8, 1, 2, 3, 8, 4, 8, 5, 6]]
     assert batch["targets"].tolist() == [[1, 2, 3, 9, 4, 9, 5, 6, 9]]
     # A document of one token has no target: nothing is in its place, and no segment is left out.
     whole = Corpus.from_arrays(
         [np.array([5, 6]), np.array([4]), np.array([7, 8])], 10, 6, framed=True
     )
-    [batch] = epoch_of(counted_plan(whole, 9, 3))
+    [batch] = epoch_of(counted_dataset(whole, 9, 3))
     assert batch["tokens"].tolist() == [[5, 7, 0]]
     assert batch["targets"].tolist() == [[6, 8, 0]]
     assert batch["segment_ids"].tolist() == [[1, 2, 0]]
     with pytest.raises(ValueError, match="there is no target"):
-        counted_plan(Corpus.from_arrays([np.array([4])], 10, 1, framed=True), 9, 3)
+        counted_dataset(Corpus.from_arrays([np.array([4])], 10, 1, framed=True), 9, 3)
     with pytest.raises(ValueError, match=r"separator_id=10 .* vocab_size=10"):
-        counted_plan(corpus, (None, 10), 4)
+        counted_dataset(corpus, (None, 10), 4)
 
 
 def prompted_corpus(lengths):
@@ -681,11 +694,11 @@ def prompted_corpus(lengths):
 
 def test_documents_with_prompts_are_packed_whole():
     lengths = np.random.default_rng(0).integers(2, 60, 500)
-    plan = token_plans.PackedPlan(prompted_corpus(lengths), (None, 999), 64, 4, seed=0)
+    dataset = token_datasets.PackedDataset(prompted_corpus(lengths), (None, 999), 64, 4, seed=0)
     orders = []
     for epoch in (0, 3):
         seen = []
-        for batch in epoch_of(plan, epoch):
+        for batch in epoch_of(dataset, epoch):
             for tokens, ids in zip(batch["tokens"], batch["segment_ids"], strict=True):
                 for segment in range(1, ids.max() + 1):
                     [document] = set(tokens[ids == segment].tolist())
@@ -694,11 +707,13 @@ def test_documents_with_prompts_are_packed_whole():
         assert sorted(seen) == list(range(500))
         orders.append(seen)
     assert orders[0] != orders[1]
-    assert plan.padding_waste == pytest.approx(1 - lengths.sum() / (plan.batches_per_epoch * 256))
-    assert plan.padding_waste < 0.06  # 0.2 where the rows are closed in order
-    again = token_plans.PackedPlan(prompted_corpus(lengths), (None, 999), 64, 4, seed=0)
-    k = plan.batches_per_epoch + 2
-    np.testing.assert_array_equal(again.batch(k)["tokens"], plan.batch(k)["tokens"])
+    assert dataset.padding_waste == pytest.approx(
+        1 - lengths.sum() / (dataset.batches_per_epoch * 256)
+    )
+    assert dataset.padding_waste < 0.06  # 0.2 where the rows are closed in order
+    again = token_datasets.PackedDataset(prompted_corpus(lengths), (None, 999), 64, 4, seed=0)
+    k = dataset.batches_per_epoch + 2
+    np.testing.assert_array_equal(again.batch(k)["tokens"], dataset.batch(k)["tokens"])
 
 
 def test_items_go_into_the_first_row_with_room():
@@ -718,26 +733,26 @@ def test_prompts_too_long_for_a_packed_row():
     with pytest.raises(
         ValueError, match=r"'doc1' has 31 tokens .* seq_len=16: raise it.*1 of 3 doc"
     ):
-        counted_plan(corpus, 999, 16)
-    plan = counted_plan(corpus, 999, 16, too_long="split")
-    targets = [t for batch in epoch_of(plan) for t in batch["targets"][batch["weights"] > 0]]
+        counted_dataset(corpus, 999, 16)
+    dataset = counted_dataset(corpus, 999, 16, too_long="split")
+    targets = [t for batch in epoch_of(dataset) for t in batch["targets"][batch["weights"] > 0]]
     assert sorted(targets) == [0, 0, 1, 1, 2, 2, 999, 999, 999]
 
 
 @pytest.mark.parametrize("ends", [999, (None, 999)])
 def test_truncation_never_leaves_only_a_prompt(ends, caplog):
     corpus = prompted_corpus([5, 30, 12])
-    for kind, room in ((token_plans.PackedPlan, 16), (token_plans.BucketPlan, (16,))):
-        plan = kind(corpus, ends, room, 1, seed=0, too_long="truncate")
+    for kind, room in ((token_datasets.PackedDataset, 16), (token_datasets.BucketedDataset, (16,))):
+        dataset = kind(corpus, ends, room, 1, seed=0, too_long="truncate")
         assert "1 of 3 documents, 'doc1' the first, have no token that counts" in caplog.text
         caplog.clear()
-        batches = epoch_of(plan)
+        batches = epoch_of(dataset)
         assert not any((batch["tokens"] == 1).any() for batch in batches)
         assert sum(batch["weights"].sum() for batch in batches) == 6
     with pytest.raises(ValueError, match="3 of 3 documents, 'doc0' the first"):
-        counted_plan(corpus, ends, 2, too_long="truncate")
+        counted_dataset(corpus, ends, 2, too_long="truncate")
     # The cut is just behind the first token that counts, or before it.
     position = 28 + (ends == 999)
-    counted_plan(prompted_corpus([30]), ends, position, too_long="truncate")
+    counted_dataset(prompted_corpus([30]), ends, position, too_long="truncate")
     with pytest.raises(ValueError, match="1 of 1 documents"):
-        counted_plan(prompted_corpus([30]), ends, position - 1, too_long="truncate")
+        counted_dataset(prompted_corpus([30]), ends, position - 1, too_long="truncate")

@@ -215,8 +215,8 @@ def test_limits_of_a_prepared_source(tmp_path, folder):
         assert part.num_tokens == sum(map(len, found))
         assert part.num_positions == part.num_tokens + len(found)
         assert part.num_bytes == part.num_tokens  # of bytes
-        plan = data.sources["code"].train
-        batches = [plan.batch(k) for k in range(plan.batches_per_epoch)]
+        dataset = data.sources["code"].train
+        batches = [dataset.batch(k) for k in range(dataset.batches_per_epoch)]
         assert sum(batch["weights"].sum() for batch in batches) == part.num_positions
         return len(found), data.fingerprint
 
@@ -239,7 +239,7 @@ def test_limits_and_epochs_of_bucketed_rows(tmp_path, folder, pattern):
     bucketed = functools.partial(load, tmp_path, rows="bucketed", buckets=(32, 64))
     whole = bucketed(f"code={folder}")
     few = bucketed(table(tmp_path, folder, limit_documents=8))
-    assert (whole.train.plans["code"].num_rows, few.train.plans["code"].num_rows) == (32, 8)
+    assert (whole.train.datasets["code"].num_rows, few.train.datasets["code"].num_rows) == (32, 8)
     assert few.train.epochs(10) == {"code": 5}
     bucketed(table(tmp_path, folder, limit_documents=8, max_epochs=5))
     with pytest.raises(ValueError, match=r"'code' would be read 5.00 times in --steps 10, .*=4.9"):

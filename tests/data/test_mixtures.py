@@ -20,8 +20,16 @@ from zoo import text
 from zoo.data import mixed_text
 from zoo.data.corpus import Corpus
 from zoo.data.mixed_text import read_mixture
-from zoo.data.mixtures import MAX_PERIOD, MixturePlan, Schedule, Stage, lay_out, rounded, shares_of
-from zoo.data.token_plans import TOKEN_BATCH, BucketPlan, PackedPlan
+from zoo.data.mixtures import (
+    MAX_PERIOD,
+    MixtureDataset,
+    Schedule,
+    Stage,
+    lay_out,
+    rounded,
+    shares_of,
+)
+from zoo.data.token_datasets import TOKEN_BATCH, BucketedDataset, PackedDataset
 from zoo.data.tokenizer import BPETokenizer
 from zoo.runs import monitor
 from zoo.runs.metrics import read_metrics
@@ -180,49 +188,49 @@ def test_tables_that_are_refused(tmp_path, change, message):
 STAGES = (Stage(0, (3, 1)), Stage(5, (1, 2)))
 
 
-def make_plan(rows="packed", stages=STAGES):
-    plans = {}
+def make_dataset(rows="packed", stages=STAGES):
+    datasets = {}
     for source, name in enumerate(("code", "docs")):
         lengths = np.random.default_rng(source).integers(3, 20, 17)
         first = 1 + 100 * source
         arrays = [np.arange(first, first + n, dtype=np.int32) for n in lengths]
         corpus = Corpus.from_arrays(arrays, 256, num_bytes=1000)
-        plans[name] = (
-            PackedPlan(corpus, 0, 16, 8, 3)
+        datasets[name] = (
+            PackedDataset(corpus, 0, 16, 8, 3)
             if rows == "packed"
-            else BucketPlan(corpus, 0, (16, 32), 8, 3)
+            else BucketedDataset(corpus, 0, (16, 32), 8, 3)
         )
-    return MixturePlan(plans, stages)
+    return MixtureDataset(datasets, stages)
 
 
 @pytest.mark.parametrize("rows", ["packed", "bucketed"])
 def test_batches_are_functions_of_k_in_any_parts(rows):
-    plan = make_plan(rows)
+    dataset = make_dataset(rows)
     taken = collections.Counter()
     for k in range(12):
-        batch = plan.batch(k)
+        batch = dataset.batch(k)
         assert batch.keys() == {*TOKEN_BATCH, "source"}
-        shapes = plan.shapes()[plan.bucket(k)]
+        shapes = dataset.shapes()[dataset.bucket(k)]
         assert {n: (x.shape, x.dtype) for n, x in batch.items()} == {
             n: (x.shape, x.dtype) for n, x in shapes.items()
         }
-        assert batch["tokens"].shape == (8, plan.bucket(k))
-        fresh = make_plan(rows)  # after a kill
+        assert batch["tokens"].shape == (8, dataset.bucket(k))
+        fresh = make_dataset(rows)  # after a kill
         for parts in (2, 4):
             held = [slice(i * 8 // parts, (i + 1) * 8 // parts) for i in range(parts)]
             pieces = [fresh.batch(k, part) for part in held]
             for name in batch:
                 joined = np.concatenate([piece[name] for piece in pieces])
                 np.testing.assert_array_equal(joined, batch[name])
-        # The rows are those of the sources' own plans, one after the other.
+        # The rows are those of the sources' own datasets, one after the other.
         for row in range(8):
-            one, _ = plan.schedule.locate(8 * k + row if rows == "packed" else k)
-            name = list(plan.plans)[one]
+            one, _ = dataset.schedule.locate(8 * k + row if rows == "packed" else k)
+            name = list(dataset.datasets)[one]
             assert batch["source"][row] == one
             own, place = divmod(taken[name], 8)
-            expected = plan.plans[name].batch(own)
+            expected = dataset.datasets[name].batch(own)
             if rows == "packed":
-                source = plan.plans[name]
+                source = dataset.datasets[name]
                 epoch, number = divmod(taken[name], source.num_rows)
                 own, place = divmod(number, 8)
                 expected = source.batch(epoch * source.batches_per_epoch + own)
@@ -231,15 +239,15 @@ def test_batches_are_functions_of_k_in_any_parts(rows):
                 row
             ].any()
             taken[name] += 1
-    epochs = plan.epochs(12)
+    epochs = dataset.epochs(12)
     for name, count in taken.items():
         assert count > 8
-        assert epochs[name] == count / plan.plans[name].num_rows
+        assert epochs[name] == count / dataset.datasets[name].num_rows
 
 
 def test_batches_before_a_changed_stage_stay():
-    before = make_plan()
-    after = make_plan(stages=(Stage(0, (3, 1)), Stage(7, (1, 9))))
+    before = make_dataset()
+    after = make_dataset(stages=(Stage(0, (3, 1)), Stage(7, (1, 9))))
     same = [np.array_equal(before.batch(k)["tokens"], after.batch(k)["tokens"]) for k in range(10)]
     assert same[:5] == [True] * 5
     assert not all(same[5:])
@@ -268,9 +276,9 @@ def test_the_text_of_all_sources(tmp_path):
     assert min(len(train_texts), len(held_out_texts)) > 1
     assert not train_texts & held_out_texts
     for source in data.sources.values():
-        plan = source.held_out
-        weights = [plan.batch(k)["weights"].sum() for k in range(plan.batches_per_epoch)]
-        assert plan.corpus.num_positions == sum(weights) > 0
+        dataset = source.held_out
+        weights = [dataset.batch(k)["weights"].sum() for k in range(dataset.batches_per_epoch)]
+        assert dataset.corpus.num_positions == sum(weights) > 0
     assert 0 < data.compressors["xz -9"] < 8
 
 
@@ -278,8 +286,8 @@ def texts_of(data):
     """The texts to train on and those held out, of all sources."""
     found = set[str](), set[str]()
     for source in data.sources.values():
-        for texts, plan in zip(found, (source.train, source.held_out), strict=True):
-            corpus = plan.corpus
+        for texts, dataset in zip(found, (source.train, source.held_out), strict=True):
+            corpus = dataset.corpus
             texts |= {data.tokenizer.decode(corpus[i]) for i in range(len(corpus))}
     return found
 
@@ -324,10 +332,10 @@ def test_no_source_trains_on_what_another_holds_out(tmp_path, caplog):
 def test_weights_are_shares_of_tokens_if_packed_and_else_of_documents(tmp_path, options, share):
     short = write_texts(tmp_path / "short", [f"{i:40}" for i in range(400)])
     long = write_texts(tmp_path / "long", [f"{i:400}" for i in range(60)])
-    plan = load(tmp_path, f"short={short}:1,long={long}:1", **options).train
+    dataset = load(tmp_path, f"short={short}:1,long={long}:1", **options).train
     tokens = np.zeros(2)
     for k in range(20):
-        batch = plan.batch(k)
+        batch = dataset.batch(k)
         np.add.at(tokens, batch["source"], batch["weights"].sum(1))
     assert tokens[0] / tokens.sum() == pytest.approx(share, rel=0.1)  # partial batches too
 
@@ -354,8 +362,8 @@ def test_a_change_behind_a_run_is_refused_and_one_before_it_recorded(tmp_path):
     run.checkpointer = types.SimpleNamespace(good_steps=lambda: [20])
 
     def record(*stages):
-        plan = MixturePlan(data.train.plans, [Stage(0, (7, 3)), *stages])
-        mixtures.record(run, dataclasses.replace(data, train=plan))
+        dataset = MixtureDataset(data.train.datasets, [Stage(0, (7, 3)), *stages])
+        mixtures.record(run, dataclasses.replace(data, train=dataset))
         return json.loads((run.folder / "mixture.json").read_text())
 
     with pytest.raises(RunError, match=r"mixture\.json is missing .* has 20 steps"):

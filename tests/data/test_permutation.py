@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from zoo.data.plans import LARGEST, Permutation, hashed_integer
+from zoo.data.datasets import LARGEST, Permutation, hashed_integer
 
 # Of the first version: a run that resumes goes on in the order that it began in.
 TEN = [0, 8, 5, 6, 4, 1, 2, 9, 3, 7]

@@ -13,7 +13,7 @@ from zoo.data.corpus import Corpus
 from zoo.data.documents import Document, compressed_size
 from zoo.data.prepared import format, opening
 from zoo.data.prepared.prepare import prepare
-from zoo.data.token_plans import BucketPlan, PackedPlan
+from zoo.data.token_datasets import BucketedDataset, PackedDataset
 from zoo.data.tokenizer import BPETokenizer, ByteTokenizer
 
 DOCUMENTS = [f"a text of number {i}, of {'some ' * (i % 7)}words" for i in range(40)]
@@ -36,7 +36,7 @@ def folder(tmp_path):
 
 def test_a_folder_brings_its_tokenizer_and_fingerprint(tmp_path, folder):
     loaded = load(tmp_path, folder)
-    assert isinstance(loaded.train, PackedPlan)
+    assert isinstance(loaded.train, PackedDataset)
     assert isinstance(loaded.train.corpus, Corpus)
     assert isinstance(loaded.tokenizer, ByteTokenizer)
     assert loaded.fingerprint == format.read_manifest(folder).fingerprint
@@ -49,7 +49,7 @@ def test_a_folder_brings_its_tokenizer_and_fingerprint(tmp_path, folder):
     documents = [Document("", document) for document in held_out]
     assert loaded.compressors["gzip -9"] == 8 * compressed_size(documents, "gzip") / num_bytes
     bucketed = load(tmp_path, folder, rows="bucketed", buckets=(32, 64)).train
-    assert isinstance(bucketed, BucketPlan)
+    assert isinstance(bucketed, BucketedDataset)
     assert bucketed.buckets == (32, 64)
     assert load(tmp_path, folder, rows="bucketed", cache=None).train.batches_per_epoch > 1
 
@@ -131,7 +131,7 @@ def test_too_much_text_is_to_be_prepared(tmp_path, pattern, monkeypatch):
 def test_text_is_prepared_once(tmp_path, pattern, monkeypatch):
     load_it = functools.partial(load, tmp_path, pattern, tokenizer="bytes")
     loaded = load_it()
-    assert isinstance(loaded.train, PackedPlan)
+    assert isinstance(loaded.train, PackedDataset)
     assert isinstance(loaded.train.corpus, Corpus)
     assert (len(loaded.train.corpus), len(loaded.held_out.corpus)) == (39, 1)
     texts = {loaded.tokenizer.decode(ids) for ids in loaded.train.corpus}

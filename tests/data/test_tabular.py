@@ -28,7 +28,7 @@ def test_rows_come_with_their_labels(tmp_path):
     table = load(flowers(tmp_path))
     assert table.in_size == 2
     assert table.classes == ("iris", "rose")
-    parts = [plan.arrays for plan in (table.train, table.held_out)]
+    parts = [dataset.arrays for dataset in (table.train, table.held_out)]
     widths = np.concatenate([part["inputs"][:, 0] for part in parts])
     assert sorted(widths) == list(range(60))
     for part in parts:
@@ -58,7 +58,7 @@ def test_digits_come_from_scikit_learn(monkeypatch):
     table = tabular.read_table(tabular.Config(), seed=0)
     assert table.classes == tuple("0123456789")
     assert table.in_size == 64
-    num_rows = [len(plan.arrays["labels"]) for plan in (table.train, table.held_out)]
+    num_rows = [len(dataset.arrays["labels"]) for dataset in (table.train, table.held_out)]
     assert sum(num_rows) == 1797
     assert table.train.arrays["inputs"].max() == 1.0
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)

@@ -14,7 +14,7 @@ from zoo import text
 from zoo.data import documents as documents_of
 from zoo.data.corpus import Corpus
 from zoo.data.prepared import opening
-from zoo.data.token_plans import BucketPlan, PackedPlan
+from zoo.data.token_datasets import BucketedDataset, PackedDataset
 from zoo.data.tokenizer import ByteTokenizer
 
 WORDS = ("north", "east", "south", "west")
@@ -54,17 +54,17 @@ def test_split_covers_all_documents(corpus):
     assert 1 < len(held_out) < 14
     assert {document.text for document in loaded.held_out_documents} == held_out
     assert len(loaded.held_out.corpus) == len(held_out)
-    plan = loaded.held_out
-    decoded = {loaded.tokenizer.decode(plan.corpus[i]) for i in range(len(plan.corpus))}
+    dataset = loaded.held_out
+    decoded = {loaded.tokenizer.decode(dataset.corpus[i]) for i in range(len(dataset.corpus))}
     assert decoded == held_out
 
 
 def test_rows_are_packed_or_bucketed(corpus):
     packed = load(corpus).train
-    assert isinstance(packed, PackedPlan)
+    assert isinstance(packed, PackedDataset)
     assert packed.batch(0)["tokens"].shape == (4, 16)
     bucketed = load(corpus, rows="bucketed", buckets=(32, 64)).train
-    assert isinstance(bucketed, BucketPlan)
+    assert isinstance(bucketed, BucketedDataset)
     assert bucketed.buckets == (32, 64)
     with pytest.raises(ValueError, match="too_long"):
         load(corpus, rows="bucketed", buckets=(16,))
@@ -104,9 +104,9 @@ def test_bits_per_byte_of_a_uniform_model(corpus):
 
 def test_epoch_weights_count_every_target(corpus):
     for options in ({}, {"rows": "bucketed", "buckets": (32, 64)}):
-        plan = load(corpus, **options).held_out
-        weight = sum(plan.batch(k)["weights"].sum() for k in range(plan.batches_per_epoch))
-        assert weight == plan.corpus.num_tokens + len(plan.corpus)
+        dataset = load(corpus, **options).held_out
+        weight = sum(dataset.batch(k)["weights"].sum() for k in range(dataset.batches_per_epoch))
+        assert weight == dataset.corpus.num_tokens + len(dataset.corpus)
 
 
 class Framed(ByteTokenizer):
@@ -121,15 +121,15 @@ class NoBegin(Framed):
     separator_id, begin_id, bos_id = 258, None, None
 
 
-@pytest.mark.parametrize("kind", [PackedPlan, BucketPlan])
+@pytest.mark.parametrize("kind", [PackedDataset, BucketedDataset])
 def test_documents_begin_and_end_as_their_tokenizer_says(kind, corpus):
     ids = [np.frombuffer(path.read_bytes(), np.uint8) for path in sorted(corpus.iterdir())]
     stored = Corpus.from_arrays(ids, 259, num_bytes=sum(map(len, ids)))
     found = {}
     for tokenizer in (ByteTokenizer(), Framed(), NoBegin()):
         ends = tokenizer.begin_id, tokenizer.eos_ids[0]
-        plan = kind(stored, ends, 16 if kind is PackedPlan else (32, 64), 4, 0)
-        batches = [plan.batch(k) for k in range(plan.batches_per_epoch)]
+        dataset = kind(stored, ends, 16 if kind is PackedDataset else (32, 64), 4, 0)
+        batches = [dataset.batch(k) for k in range(dataset.batches_per_epoch)]
         kept = [(batch, batch["weights"] > 0) for batch in batches]
         tokens = np.concatenate([batch["tokens"][used] for batch, used in kept])
         targets = np.concatenate([batch["targets"][used] for batch, used in kept])
@@ -140,7 +140,7 @@ def test_documents_begin_and_end_as_their_tokenizer_says(kind, corpus):
         else:
             assert (tokens == tokenizer.begin_id).sum() == len(stored)
             assert len(targets) == stored.num_tokens + len(stored)
-        found[type(tokenizer)] = text.Text(tokenizer, plan, plan, [])
+        found[type(tokenizer)] = text.Text(tokenizer, dataset, dataset, [])
     assert len({loaded.train.fingerprint for loaded in found.values()}) == 3
     # A begin is free; without one the first byte, which has no loss, costs as much as the others.
     assert len({loaded.bits_per_byte(1.0) for loaded in found.values()}) == 1

@@ -250,7 +250,7 @@ def assert_same_step(got: Any, wanted: Any, rtol: float = 2e-6) -> None:
 
 
 def token_batch(length: int, vocab: int = 32, rows: int = 8) -> dict[str, Any]:
-    """Packed rows, as a plan of tokens makes them."""
+    """Packed rows, as a dataset of tokens makes them."""
     tokens, targets = np.random.default_rng(0).integers(1, vocab, (2, rows, length), np.int32)
     ids = np.tile(np.asarray(segments(length)), (rows // 4, 1)).astype(np.int32)
     ids = np.where(np.arange(length) < length - 2, ids, 0)

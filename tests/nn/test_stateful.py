@@ -354,10 +354,10 @@ def test_running_statistics_of_an_incomplete_batch_are_of_different_rows():
     """Of an epoch of two batches, the second of one row; by a formula for each batch's rows."""
     make = lambda key: eqx.nn.make_with_state(OneNorm)(key)
     rows = np.random.default_rng(0).normal(2.0, 0.9, size=(9, 3)).astype(np.float32)
-    plan = zoo.ArrayPlan({"x": rows}, batch_size=8, seed=0, shuffle=False)
+    dataset = zoo.ArrayDataset({"x": rows}, batch_size=8, seed=0, shuffle=False)
     state, step = state_and_step(norm_loss, make, optax.sgd(0.0))
     for k in range(2):
-        state, metrics = step(state, plan.batch(k))
+        state, metrics = step(state, dataset.batch(k))
     assert float(metrics["tokens"]) == 1
     mean, variance = state.model[1].get(state.model[0].norm.batch_state_index)
     taken = [rows[:8], rows[[8, 0, 1, 2, 3, 4, 5, 6]]]
@@ -428,14 +428,14 @@ def run(folder: Path, steps: int) -> Any:
         compilation_cache=None,
         log_every=1,
     )
-    plan = zoo.ArrayPlan({"x": centred_batch()["x"]}, 4, 0)
+    dataset = zoo.ArrayDataset({"x": centred_batch()["x"]}, 4, 0)
     with zoo.Run(config) as run:
         training = zoo.Training(
             make_model=make_centred,
             loss_fn=centred_loss,
             optimizer=optax.adam(1e-2),
-            data=plan,
-            evaluate=zoo.evaluator(run, centred_loss, plan),
+            data=dataset,
+            evaluate=zoo.evaluator(run, centred_loss, dataset),
         )
         return zoo.fit(run, training)
 

@@ -1,4 +1,4 @@
-"""A data plan of a user's own: any object with the members of `zoo.Plan`."""
+"""A data plan of a user's own: any object with the members of `zoo.Dataset`."""
 
 import equinox as eqx
 import jax
@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 import zoo
 from zoo import losses
-from zoo.data import plans
+from zoo.data import datasets
 from zoo.runs import recorder
 from zoo.runs.config import Config
 
@@ -80,9 +80,9 @@ def fit_endless(folder, steps):
     return state, result, plan
 
 
-def test_a_plan_of_ones_own_trains_on_a_mesh_and_resumes(tmp_path, monkeypatch):
+def test_a_dataset_of_ones_own_trains_on_a_mesh_and_resumes(tmp_path, monkeypatch):
     monkeypatch.setattr(recorder, "plot_curves", lambda *paths: None)
-    assert isinstance(Endless(), zoo.Plan)
+    assert isinstance(Endless(), zoo.Dataset)
     whole, result, plan = fit_endless(tmp_path / "whole", 6)
     assert {k for k, *_ in plan.asked} == set(range(6))
     assert {tuple(rows) for _, *rows in plan.asked} == {(0, 2), (2, 4)}
@@ -93,7 +93,7 @@ def test_a_plan_of_ones_own_trains_on_a_mesh_and_resumes(tmp_path, monkeypatch):
     assert again == result
 
 
-def test_plans_that_lack_a_member_are_refused(tmp_path):
+def test_datasets_that_lack_a_member_are_refused(tmp_path):
     class Changing(Endless):
         """Whole where the tests' type checker looks at it, as it does not for a user's run."""
 
@@ -104,7 +104,7 @@ def test_plans_that_lack_a_member_are_refused(tmp_path):
                 raise AttributeError(name)
             return super().__getattribute__(name)
 
-    assert not isinstance(object(), zoo.Plan)
+    assert not isinstance(object(), zoo.Dataset)
     training = zoo.Training(
         make_model=Bigram,
         loss_fn=losses.next_token,
@@ -113,9 +113,9 @@ def test_plans_that_lack_a_member_are_refused(tmp_path):
         evaluate=lambda model, whole: {},
     )
     training.data.lacks = ("row", "batch_size")
-    message = r"Changing has no batch_size, row: a zoo\.Plan has unit, b"
+    message = r"Changing has no batch_size, row: a zoo\.Dataset has unit, b"
     with pytest.raises(TypeError, match=message):
-        plans.check_plan(training.data)
+        datasets.check_dataset(training.data)
     with (
         zoo.Run(Config(run_dir=tmp_path / "run", steps=1, compilation_cache=None)) as run,
         pytest.raises(TypeError, match=message),

@@ -20,7 +20,7 @@ from test_loop import (
     interrupt_at,
     lines,
     poisoned,
-    poisoned_plan,
+    poisoned_dataset,
     poisoned_steps,
     training,
     without_speed,
@@ -538,11 +538,11 @@ def test_average_follows_its_formula(warmup, tmp_path):
 
 
 def test_skipped_steps_do_not_move_the_average(tmp_path):
-    plan = poisoned_plan(7)
-    bad = poisoned_steps(plan, 12)
+    dataset = poisoned_dataset(7)
+    bad = poisoned_steps(dataset, 12)
     assert bad
     average, weights = callbacks.Average(0.9), Weights()
-    options = {"plan": plan, "loss_fn": poisoned}
+    options = {"dataset": dataset, "loss_fn": poisoned}
     fit(config(tmp_path, on_nonfinite="skip"), average, weights, **options)
     kept = [x for step, x in enumerate(weights.seen) if step not in bad]
     np.testing.assert_allclose(average.model.head, averaged(kept, 0.9, warmup=True), rtol=1e-5)

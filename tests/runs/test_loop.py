@@ -20,7 +20,7 @@ import zoo
 import zoo.runs.loop
 from zoo import losses, sharding
 from zoo.data.corpus import Corpus
-from zoo.data.mixtures import MixturePlan, Stage
+from zoo.data.mixtures import MixtureDataset, Stage
 from zoo.planning import planner
 from zoo.runs import recorder
 from zoo.runs.callbacks.hooks import Hooks
@@ -62,24 +62,24 @@ def poisoned(model, batch, key):
     return jnp.where(poison, jnp.nan, 1.0) * total, weight, metrics
 
 
-def make_plan(num_documents=60, poison=None, lengths=(5, 12)):
+def make_dataset(num_documents=60, poison=None, lengths=(5, 12)):
     choose = np.random.default_rng(0)
     sizes = choose.integers(*lengths, num_documents)
     documents = [choose.integers(1, POISON, size).astype(np.int32) for size in sizes]
     if poison is not None:
         documents[poison][0] = POISON
     corpus = Corpus.from_arrays(documents, VOCAB, 100)
-    return zoo.PackedPlan(corpus, SEPARATOR, 8, 4, 0)
+    return zoo.PackedDataset(corpus, SEPARATOR, 8, 4, 0)
 
 
-def poisoned_steps(plan, steps):
-    return [k + 1 for k in range(steps) if (plan.batch(k)["tokens"] == POISON).any()]
+def poisoned_steps(dataset, steps):
+    return [k + 1 for k in range(steps) if (dataset.batch(k)["tokens"] == POISON).any()]
 
 
-def poisoned_plan(first):
-    """A plan whose batches hold the token POISON for the first time in that step."""
-    plans = (make_plan(poison=document) for document in range(60))
-    return next(plan for plan in plans if poisoned_steps(plan, 30)[:1] == [first])
+def poisoned_dataset(first):
+    """A dataset whose batches hold the token POISON for the first time in that step."""
+    datasets = (make_dataset(poison=document) for document in range(60))
+    return next(dataset for dataset in datasets if poisoned_steps(dataset, 30)[:1] == [first])
 
 
 def config(folder, **options):
@@ -88,22 +88,22 @@ def config(folder, **options):
     return Config(run_dir=folder / "run", **options)
 
 
-def training(plan=None, *, schedule=None, **options):
+def training(dataset=None, *, schedule=None, **options):
     given = {
         "make_model": Bigram,
         "loss_fn": losses.next_token,
         "optimizer": optax.adam(schedule or 1e-2),
-        "data": plan or make_plan(),
+        "data": dataset or make_dataset(),
         "evaluate": lambda model, whole: {"eval_loss": 1.0},
         "schedule": schedule,
     }
     return zoo.Training(**given | options)
 
 
-def fit(config, plan=None, **options):
+def fit(config, dataset=None, **options):
     """(the state, the whole evaluation) of a run."""
     with zoo.Run(config) as run:
-        return zoo.fit(run, training(plan, **options))
+        return zoo.fit(run, training(dataset, **options))
 
 
 def checkpoints(config):
@@ -277,7 +277,7 @@ def test_a_run_of_many_steps_is_not_laid_out(tmp_path):
 def test_epochs_without_steps_are_refused(tmp_path):
     with (
         zoo.Run(config(tmp_path, epochs=2.0)) as run,
-        pytest.raises(ValueError, match=r"epochs=2\.0: .*run\.steps_of\(plan\)"),
+        pytest.raises(ValueError, match=r"epochs=2\.0: .*run\.steps_of\(dataset\)"),
     ):
         zoo.fit(run, training())
 
@@ -326,21 +326,21 @@ def test_indivisible_batches_are_refused_before_compute(tmp_path):
 
 def test_batches_larger_than_the_memory_are_refused_before_compute(tmp_path):
     fail = lambda key: pytest.fail("a model was made")
-    plan = zoo.PackedPlan(make_plan().corpus, SEPARATOR, 8, 10**11, 0)
+    dataset = zoo.PackedDataset(make_dataset().corpus, SEPARATOR, 8, 10**11, 0)
     with pytest.raises(ValueError, match=r"batch_size=100000000000: .*160 bytes each\) has 14,9"):
-        fit(config(tmp_path), plan, make_model=fail)
+        fit(config(tmp_path), dataset, make_model=fail)
 
 
 @pytest.mark.parametrize("of_arrays", [True, False])
 def test_ids_beyond_the_vocabulary_are_refused_before_compute(tmp_path, of_arrays, monkeypatch):
     tokens = np.zeros((20, 3), np.int32)
     tokens[17, 2] = VOCAB
-    plan = zoo.ArrayPlan({"tokens": tokens}, 4, 0) if of_arrays else make_plan()
+    dataset = zoo.ArrayDataset({"tokens": tokens}, 4, 0) if of_arrays else make_dataset()
     rnn = zoo.rnn.Config(vocab_size=VOCAB if of_arrays else VOCAB - 1, hidden_size=8)
     monkeypatch.setattr(Blueprint, "state", lambda _: pytest.fail("a state was made"))
     place = rf"tokens\[17, 2\] is {VOCAB}" if of_arrays else f"the data has vocab_size={VOCAB}"
     with pytest.raises(ValueError, match=rf"{place}, and the model .*vocab_size={rnn.vocab_size}"):
-        fit(config(tmp_path), plan, make_model=lambda key: zoo.rnn.RNN(rnn, key=key))
+        fit(config(tmp_path), dataset, make_model=lambda key: zoo.rnn.RNN(rnn, key=key))
 
 
 # --- Steps under way --------------------------------------------------------------------------
@@ -373,7 +373,7 @@ def test_steps_in_flight_are_bounded(monkeypatch):
 @pytest.mark.parametrize("checkpoint_every", [4, 1000])
 def test_non_finite_loss_stops_the_run(checkpoint_every, tmp_path):
     bad = 7  # between two lines of the log
-    plan = poisoned_plan(bad)
+    dataset = poisoned_dataset(bad)
     run = config(tmp_path, checkpoint_every=checkpoint_every)
     last_good = (bad - 1) // checkpoint_every * checkpoint_every
     of = f"of step {last_good}" if last_good else "none yet"
@@ -381,7 +381,7 @@ def test_non_finite_loss_stops_the_run(checkpoint_every, tmp_path):
         with pytest.raises(
             RunError, match=f"step {bad}: the loss is nan .*checkpoint is {of}"
         ) as e:
-            fit(run, plan, loss_fn=poisoned)
+            fit(run, dataset, loss_fn=poisoned)
         assert "--optimizer.learning-rate" in str(e.value)
         assert "--on-nonfinite skip" in str(e.value)
         assert ("another --run-dir" in str(e.value)) == bool(last_good)
@@ -410,10 +410,10 @@ def test_non_finite_updates_stop_fp16_runs(tmp_path):
 
 
 def test_non_finite_steps_are_skipped_and_counted(tmp_path):
-    plan = poisoned_plan(7)
-    bad = poisoned_steps(plan, 30)
+    dataset = poisoned_dataset(7)
+    bad = poisoned_steps(dataset, 30)
     assert len(bad) >= 2
-    state, _ = fit(config(tmp_path, on_nonfinite="skip"), plan, loss_fn=poisoned)
+    state, _ = fit(config(tmp_path, on_nonfinite="skip"), dataset, loss_fn=poisoned)
     assert int(state.skipped) == len(bad)
     assert int(state.step) == 30
     assert all(np.isfinite(x).all() for x in arrays(state))
@@ -421,15 +421,15 @@ def test_non_finite_steps_are_skipped_and_counted(tmp_path):
 
 
 def test_logged_learning_rate_matches_last_update(tmp_path, capsys):
-    plan = poisoned_plan(7)
-    bad = poisoned_steps(plan, 30)
+    dataset = poisoned_dataset(7)
+    bad = poisoned_steps(dataset, 30)
     schedule = optax.linear_schedule(1.0, 0.0, 40)
 
     def fit(steps):
         with zoo.Run(config(tmp_path, steps=steps, log_every=1, on_nonfinite="skip")) as run:
             optimizer = optax.inject_hyperparams(optax.sgd)(schedule)
             options = {"loss_fn": poisoned, "optimizer": optimizer, "schedule": schedule}
-            return zoo.fit(run, training(plan, **options)).state
+            return zoo.fit(run, training(dataset, **options)).state
 
     def updates(step):
         return step - sum(b <= step for b in bad)
@@ -484,7 +484,7 @@ def test_signals_save_and_exit(tmp_path, capsys):
     assert list(lines(run, "eval_loss")) == [5, 10, 15, 20, 25, 30]
 
 
-HELD_OUT = make_plan(100)
+HELD_OUT = make_dataset(100)
 
 
 def fit_judged(config):
@@ -517,7 +517,7 @@ def test_finished_runs_evaluate_nothing_again_unless_it_has_changed(tmp_path, mo
     assert len(seen) == whole
 
     # Fewer batches of them, other ones of as many, one other number of the model, another loss.
-    bounded, other = config(tmp_path, steps=4, final_eval_batches=2), make_plan(110)
+    bounded, other = config(tmp_path, steps=4, final_eval_batches=2), make_dataset(110)
     assert fit_judged(bounded).metrics != result
     assert len(seen) == whole + 2
     model = Bigram(jax.random.key(7))
@@ -526,10 +526,10 @@ def test_finished_runs_evaluate_nothing_again_unless_it_has_changed(tmp_path, mo
     cases = [(model, HELD_OUT), (model, other), (changed, HELD_OUT), (model, HELD_OUT, half)]
     for count in (2, 0):  # the second time all are known
         values = set()
-        for model, plan, *loss_fn in cases:
+        for model, dataset, *loss_fn in cases:
             seen.clear()
             with zoo.Run(bounded) as opened:
-                evaluate = zoo.evaluator(opened, *loss_fn or [losses.next_token], plan)
+                evaluate = zoo.evaluator(opened, *loss_fn or [losses.next_token], dataset)
                 values.add(evaluate(model, True)["loss"])
             assert len(seen) == count
         assert len(values) == len(cases)
@@ -566,11 +566,11 @@ def interrupt_at(monkeypatch, interrupt, evaluation):
     """`interrupt()` in the third batch of that evaluation; returns the batches of each."""
     batches, seen = zoo.runs.evaluation.batches, []
 
-    def interrupting(plan, *arguments, **options):
-        if plan is HELD_OUT:
+    def interrupting(dataset, *arguments, **options):
+        if dataset is HELD_OUT:
             seen.append(0)
-        for k, batch in batches(plan, *arguments, **options):
-            if plan is HELD_OUT:
+        for k, batch in batches(dataset, *arguments, **options):
+            if dataset is HELD_OUT:
                 seen[-1] += 1
                 if (len(seen), seen[-1]) == (evaluation, 3):
                     interrupt()
@@ -666,10 +666,10 @@ def test_second_interrupt_exits_immediately(tmp_path):
 
 
 def test_nothing_is_compiled_in_the_loop(tmp_path, monkeypatch):
-    plan = make_plan(300, lengths=(2, 30))
-    plan = zoo.BucketPlan(plan.corpus, SEPARATOR, (8, 16, 32), 4)
-    assert len(plan.buckets) == 3
-    assert {plan.bucket(k) for k in range(200)} == {8, 16, 32}
+    dataset = make_dataset(300, lengths=(2, 30))
+    dataset = zoo.BucketedDataset(dataset.corpus, SEPARATOR, (8, 16, 32), 4)
+    assert len(dataset.buckets) == 3
+    assert {dataset.bucket(k) for k in range(200)} == {8, 16, 32}
     counter, batches = CompileCounter(), zoo.runs.loop.batches
 
     def counting(*arguments, **options):
@@ -678,12 +678,14 @@ def test_nothing_is_compiled_in_the_loop(tmp_path, monkeypatch):
 
     monkeypatch.setattr(zoo.runs.loop, "batches", counting)
     run = config(tmp_path, steps=200, checkpoint_every=50, eval_every=50)
-    fit(run, plan, schedule=optax.cosine_decay_schedule(1e-2, 200))
+    fit(run, dataset, schedule=optax.cosine_decay_schedule(1e-2, 200))
     assert counter.compiles == 0
 
 
 def test_each_bucket_compiles_once(tmp_path, monkeypatch):
-    plan = zoo.BucketPlan(make_plan(100, lengths=(2, 30)).corpus, SEPARATOR, (8, 16, 32), 4)
+    dataset = zoo.BucketedDataset(
+        make_dataset(100, lengths=(2, 30)).corpus, SEPARATOR, (8, 16, 32), 4
+    )
     compiles = []
     compile = CompiledStep.compile
 
@@ -693,7 +695,7 @@ def test_each_bucket_compiles_once(tmp_path, monkeypatch):
         compiles.append(counter.compiles)
 
     monkeypatch.setattr(CompiledStep, "compile", counted)
-    fit(config(tmp_path, steps=3), plan)
+    fit(config(tmp_path, steps=3), dataset)
     assert compiles == [1, 1, 1]  # a bucket at a time
 
 
@@ -701,29 +703,34 @@ def test_each_bucket_compiles_once(tmp_path, monkeypatch):
 
 
 def test_evaluation_is_a_weighted_mean(tmp_path):
-    plan, model = make_plan(), Bigram(jax.random.key(0))
+    dataset, model = make_dataset(), Bigram(jax.random.key(0))
 
     def mean(batches):
-        sums = [losses.next_token(model, jax.device_put(plan.batch(k)), None) for k in batches]
+        sums = [losses.next_token(model, jax.device_put(dataset.batch(k)), None) for k in batches]
         return float(sum(total for total, _, _ in sums) / sum(weight for _, weight, _ in sums))
 
     with zoo.Run(config(tmp_path, eval_batches=3)) as run:
-        evaluate = zoo.evaluator(run, losses.next_token, plan)
+        evaluate = zoo.evaluator(run, losses.next_token, dataset)
         assert evaluate(model, True)["loss"] == pytest.approx(
-            mean(range(plan.batches_per_epoch)), rel=1e-6
+            mean(range(dataset.batches_per_epoch)), rel=1e-6
         )
         assert evaluate(model, False)["loss"] == pytest.approx(mean(range(3)), rel=1e-6)
     with zoo.Run(config(tmp_path, eval_batches=3, final_eval_batches=2)) as run:
-        evaluate = zoo.evaluator(run, losses.next_token, plan)
+        evaluate = zoo.evaluator(run, losses.next_token, dataset)
         assert evaluate(model, True)["loss"] == pytest.approx(mean(range(2)), rel=1e-6)
-        assert not math.isclose(mean(range(3)), mean(range(plan.batches_per_epoch)), rel_tol=1e-4)
+        assert not math.isclose(
+            mean(range(3)), mean(range(dataset.batches_per_epoch)), rel_tol=1e-4
+        )
 
 
 def test_evaluation_compiles_each_bucket_once(tmp_path):
-    corpus = make_plan(50, lengths=(2, 30)).corpus
-    plan, model = zoo.BucketPlan(corpus, SEPARATOR, (8, 16, 32), 4), Bigram(jax.random.key(0))
+    corpus = make_dataset(50, lengths=(2, 30)).corpus
+    dataset, model = (
+        zoo.BucketedDataset(corpus, SEPARATOR, (8, 16, 32), 4),
+        Bigram(jax.random.key(0)),
+    )
     with zoo.Run(config(tmp_path)) as run:
-        evaluate = zoo.evaluator(run, losses.next_token, plan)
+        evaluate = zoo.evaluator(run, losses.next_token, dataset)
         with CompileCounter() as first:
             evaluate(model, False)
         with CompileCounter() as later:
@@ -776,11 +783,11 @@ def test_cleanup_errors_do_not_mask_original(owner, name, tmp_path, monkeypatch)
 
 
 def test_sources_without_a_token_in_a_step_have_no_loss(tmp_path):
-    plans = {"code": make_plan(), "docs": make_plan(lengths=(3, 9))}
-    plan = MixturePlan(plans, [Stage(0, (1, 0)), Stage(4, (0, 1))])
-    loss_fn = losses.per_source(losses.next_token, [*plans])
+    datasets = {"code": make_dataset(), "docs": make_dataset(lengths=(3, 9))}
+    dataset = MixtureDataset(datasets, [Stage(0, (1, 0)), Stage(4, (0, 1))])
+    loss_fn = losses.per_source(losses.next_token, [*datasets])
     of_run = config(tmp_path, steps=6, log_every=1)
-    fit(of_run, plan, loss_fn=loss_fn)
+    fit(of_run, dataset, loss_fn=loss_fn)
     whole = lines(of_run)
     assert len(whole) == 6
     for name, steps in (("code", (1, 2, 3, 4)), ("docs", (5, 6))):

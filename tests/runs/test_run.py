@@ -88,9 +88,9 @@ def test_fields_that_do_not_go_are_named(fields, message):
 
 
 def test_epochs_are_the_steps_of_the_data(tmp_path, capsys):
-    plan = zoo.ArrayPlan({"x": np.zeros(10)}, 4, seed=0)  # three batches
+    dataset = zoo.ArrayDataset({"x": np.zeros(10)}, 4, seed=0)  # three batches
     with Run(config(tmp_path, epochs=2.5)) as run:
-        assert run.steps_of(plan) == run.steps_of(plan) == run.config.steps == 8
+        assert run.steps_of(dataset) == run.steps_of(dataset) == run.config.steps == 8
         stored = json.loads((run.folder / "config.json").read_text())
         assert (stored["epochs"], stored["steps"]) == (None, 8)
     assert "2.5 epochs of 3 batches: 8 steps" in capsys.readouterr().out

@@ -611,7 +611,7 @@ def regression(**changes: Any) -> zoo.Training:
         make_model=Regression,
         loss_fn=regression_loss,
         optimizer=optax.adam(1e-2),
-        data=zoo.ArrayPlan({"inputs": inputs}, batch_size=8, seed=0),
+        data=zoo.ArrayDataset({"inputs": inputs}, batch_size=8, seed=0),
         **options,
     )
 

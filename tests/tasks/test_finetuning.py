@@ -565,7 +565,7 @@ def test_mismatched_models_and_tokenizers_are_refused(tune, tmp_path):
         finetuning.Config(run_dir=tmp_path, steps=1, method="lora", freeze=("head.*",))
 
 
-# Plans
+# Datasets
 
 
 @pytest.fixture

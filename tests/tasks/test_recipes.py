@@ -526,7 +526,7 @@ def test_mistakes_exit_without_traceback(shared, tmp_path):
         assert "Traceback" not in output
 
 
-# --- Plans ------------------------------------------------------------------------------------
+# --- Datasets ------------------------------------------------------------------------------------
 
 
 def test_planning_leaves_no_files(train, tmp_path, capsys):

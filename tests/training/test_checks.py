@@ -39,12 +39,12 @@ def make_net(key: Any) -> mlp.MLP:
     return mlp.MLP(mlp.Config(in_size=4, out_size=CLASSES, hidden_size=8), key=key)
 
 
-def plan_with(name: str, row: int, value: Any, dtype: Any = None, **more: np.ndarray) -> Any:
+def dataset_with(name: str, row: int, value: Any, dtype: Any = None, **more: np.ndarray) -> Any:
     """Batches of 4 rows in their order, of which one row of one array has the value."""
     arrays = {**points(), **more}
     changed = arrays[name].astype(dtype or arrays[name].dtype)
     changed[(row, *[1] * (changed.ndim - 1))] = value
-    return zoo.ArrayPlan({**arrays, name: changed}, 4, seed=0, shuffle=False)
+    return zoo.ArrayDataset({**arrays, name: changed}, 4, seed=0, shuffle=False)
 
 
 # --- The values of batches
@@ -71,7 +71,7 @@ BEYOND = [
 @pytest.mark.parametrize(("name", "value", "dtype", "message"), [*BAD, UNSIGNED])
 def test_loader_refuses_values_by_entry_and_row(name: str, value: Any, dtype: Any, message: str):
     mesh = zoo.make_mesh("data=2,fsdp=2")
-    stream = loader.batches(plan_with(name, 11, value, dtype), mesh, stop=6)
+    stream = loader.batches(dataset_with(name, 11, value, dtype), mesh, stop=6)
     assert [next(stream)[0] for _ in range(2)] == [0, 1]
     with pytest.raises(ValueError, match=message):
         next(stream)
@@ -86,12 +86,12 @@ def test_a_run_ends_before_the_step_that_would_use_the_value(
     config = Config(run_dir=tmp_path, compilation_cache=None, checkpoint_every=1, **options)
     description: Any = {"make_model": make_net, "loss_fn": losses.classification}
     with zoo.Run(config) as run:
-        plan = plan_with(name, 11, value, dtype)
+        dataset = dataset_with(name, 11, value, dtype)
         training = zoo.Training(
             **description,
             optimizer=optax.adam(1e-2),
-            data=plan,
-            evaluate=zoo.evaluator(run, losses.classification, plan),
+            data=dataset,
+            evaluate=zoo.evaluator(run, losses.classification, dataset),
         )
         with pytest.raises(ValueError, match=message):
             zoo.fit(run, training)
@@ -110,7 +110,7 @@ def test_a_run_that_skips_steps_skips_those_of_nan(tmp_path: Any, monkeypatch: A
         training = zoo.Training(
             **description,
             optimizer=optax.adam(1e-2),
-            data=plan_with("inputs", 11, np.nan),
+            data=dataset_with("inputs", 11, np.nan),
             evaluate=lambda model, whole: {"eval_loss": 1.0},
         )
         state, _ = zoo.fit(run, training)
@@ -123,12 +123,15 @@ def test_a_loop_of_ones_own_has_the_same_checks(name: str, value: Any, dtype: An
     state = zoo.init_state(make_net, optimizer, key=KEY)
     step = zoo.make_train_step(losses.classification, optimizer, precision="fp32")
     evaluate = zoo.make_eval_step(losses.classification, precision="fp32")
-    plan = plan_with(name, 11, value, dtype)
-    for call in (lambda: step(state, plan.batch(2)), lambda: evaluate(state.model, plan.batch(2))):
+    dataset = dataset_with(name, 11, value, dtype)
+    for call in (
+        lambda: step(state, dataset.batch(2)),
+        lambda: evaluate(state.model, dataset.batch(2)),
+    ):
         with CompileCounter() as counter, pytest.raises(ValueError, match=message):
             call()
         assert counter.compiles == 0
-    step(state, plan.batch(1))  # which has all of its buffers
+    step(state, dataset.batch(1))  # which has all of its buffers
 
 
 def test_ids_beyond_the_vocabulary_are_refused_and_padding_is_not():
@@ -171,7 +174,7 @@ def test_a_loss_says_what_its_entries_may_be():
         )
 
     evaluate = zoo.make_eval_step(loss, precision="fp32")
-    model, batch = Foreign(KEY), zoo.ArrayPlan(points(), 8, seed=0).batch(0)
+    model, batch = Foreign(KEY), zoo.ArrayDataset(points(), 8, seed=0).batch(0)
     batch = {**batch, "labels": batch["labels"] % 2 + 1}
     batch["inputs"][3, 2] = np.nan
     _, sums = evaluate(model, batch)
@@ -208,7 +211,7 @@ def test_what_is_accepted_is_found_through_wrappers():
 
 def test_targets_beyond_the_logits_have_no_finite_loss():
     """Also of a model that says nothing of its classes, in a batch that is on the device."""
-    batch = jax.tree.map(jnp.asarray, zoo.ArrayPlan(points(), 8, seed=0).batch(0))
+    batch = jax.tree.map(jnp.asarray, zoo.ArrayDataset(points(), 8, seed=0).batch(0))
     for label in (-1, CLASSES):
         wrong = {**batch, "labels": batch["labels"].at[2].set(label)}
         assert np.isnan(float(losses.classification(Foreign(KEY), wrong, None)[0]))
@@ -272,7 +275,7 @@ def first_steps(loss: Any, mesh: str = "", count: int = 1, **options: Any) -> li
     placed, optimizer = zoo.make_mesh(mesh), optax.sgd(0.0)
     state = zoo.init_state(Foreign, optimizer, key=KEY, mesh=placed)
     step = zoo.make_train_step(loss, optimizer, mesh=placed, **{"precision": "fp32", **options})
-    batch = zoo.ArrayPlan(points(), 8, seed=0).batch(0)
+    batch = zoo.ArrayDataset(points(), 8, seed=0).batch(0)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         step.compile(state, batch)
@@ -321,10 +324,10 @@ def test_losses_of_the_zoo_need_no_second_program():
         state = zoo.init_state(Foreign, optimizer, key=KEY)
         step = zoo.make_train_step(loss, optimizer, precision="fp32")
         with CompileCounter() as counter:
-            step.compile(state, zoo.ArrayPlan(points(), 8, seed=0).batch(0))
+            step.compile(state, zoo.ArrayDataset(points(), 8, seed=0).batch(0))
         counts.append(counter.compiles)
         with CompileCounter() as counter:
-            step(state, zoo.ArrayPlan(points(), 8, seed=0).batch(0))
+            step(state, zoo.ArrayDataset(points(), 8, seed=0).batch(0))
         assert counter.compiles == 0
     assert counts == [1, 2]
 
@@ -343,7 +346,7 @@ OF_THE_ZOO: dict[str, Any] = {
     "classification": (
         losses.classification,
         lambda: drawn_model(make_net),
-        lambda: zoo.ArrayPlan(points(), 8, seed=0).batch(0),
+        lambda: zoo.ArrayDataset(points(), 8, seed=0).batch(0),
     ),
     "orpo": (preferences.orpo(), drawn_transformer, pairs_batch),
     "dpo": (preferences.dpo(), drawn_transformer, pairs_batch),
@@ -388,7 +391,7 @@ def test_clipping_is_said_once(clip_norm: Any, factor: float, said: bool, caplog
     step = zoo.make_train_step(scaled, optimizer, precision="fp32", clip_norm=clip_norm)
     with caplog.at_level(logging.WARNING):
         for _ in range(6):
-            state, metrics = step(state, zoo.ArrayPlan(points(), 8, seed=0).batch(0))
+            state, metrics = step(state, zoo.ArrayDataset(points(), 8, seed=0).batch(0))
             norms.append(float(metrics["grad_norm"]))
     found = [record.message for record in caplog.records if "gradient norm" in record.message]
     assert (

@@ -11,16 +11,16 @@ import numpy as np
 from jaxtyping import Float32, Int64
 
 from zoo.data.corpus import Corpus, Piece
+from zoo.data.datasets import HostBatch, Row
 from zoo.data.packing import Rows
-from zoo.data.plans import HostBatch, Row
-from zoo.data.token_plans import BucketPlan
+from zoo.data.token_datasets import BucketedDataset
 
 
-class PairPlan(BucketPlan):
+class PairDataset(BucketedDataset):
     """One pair per row, in two segments: 1 is the chosen example, 2 the rejected one.
 
-    `corpus` has the two examples of pair i as its documents 2i and 2i + 1. A batch is that of a
-    `BucketPlan`, of whole pairs only; and, once `with_reference`, `reference`, float32[batch, 2].
+    `corpus` has the two examples of pair i as its documents 2i and 2i + 1. A batch is a
+    `BucketedDataset`'s, of whole pairs, with `reference`, float32[batch, 2], once `with_reference`.
     A pair too long for the largest bucket is an error, or its longer example is truncated, then
     both. One whose examples do not differ then, or have no token that counts, is left out, with a
     warning.
@@ -101,13 +101,13 @@ class PairPlan(BucketPlan):
         pieces = [self._pieces(k, row) for row in range(self.batch_size)]
         return np.asarray([row[0].document // 2 if row else -1 for row in pieces])
 
-    def with_reference(self, reference: Float32[np.ndarray, "pairs 2"]) -> "PairPlan":
-        """The same plan, whose batches have their rows of `reference` too."""
+    def with_reference(self, reference: Float32[np.ndarray, "pairs 2"]) -> "PairDataset":
+        """The same dataset, whose batches have their rows of `reference` too."""
         if reference.shape != (self.num_pairs, 2):
             raise ValueError(f"reference{reference.shape}: there are {self.num_pairs} pairs")
-        plan = copy.copy(self)
-        plan.reference = reference
-        return plan
+        dataset = copy.copy(self)
+        dataset.reference = reference
+        return dataset
 
     def _content(self) -> Iterator[Any]:
         yield from super()._content()

@@ -1,6 +1,6 @@
 """Preferences: the losses DPO, and ORPO, which has no reference model; and fine-tuning on them.
 
-A batch is that of `zoo.alignment.pairs.PairPlan`: a pair per row, the chosen example as segment 1
+A batch is a `zoo.alignment.pairs.PairDataset`'s: a pair per row, the chosen example as segment 1
 and the rejected one as segment 2, with weights on the tokens of the answers. A loss is a sum over
 pairs, with their number as its weight.
 
@@ -24,7 +24,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import Array, Bool, Float, Float32, PyTree
 
 from zoo import sharding
-from zoo.alignment.pairs import PairPlan
+from zoo.alignment.pairs import PairDataset
 from zoo.common.configuration import require
 from zoo.data import text
 from zoo.nn.products import in_forward_mode
@@ -203,7 +203,7 @@ def _stored(batch: dict[str, Array]) -> Array:
     if "reference" not in batch:
         raise ValueError(
             f"the batch has {sorted(batch)}, and no 'reference': make the log-probabilities of the "
-            "reference model ahead (PairPlan.with_reference), or train adapters with "
+            "reference model ahead (PairDataset.with_reference), or train adapters with "
             "reference='base'"
         )
     return jax.lax.stop_gradient(batch["reference"].astype(jnp.float32))
@@ -293,19 +293,23 @@ def training(
             reference="base" if config.method == "lora" else "batch",
         )
         if config.method != "lora":
-            plans: dict[str, Any] = {"train": data.train, "held_out": data.held_out}
+            datasets: dict[str, Any] = {"train": data.train, "held_out": data.held_out}
             if config.plan:
-                found = {name: np.zeros((plan.num_pairs, 2)) for name, plan in plans.items()}
+                found = {
+                    name: np.zeros((dataset.num_pairs, 2)) for name, dataset in datasets.items()
+                }
             else:
-                found = _stored_reference(run, base, data, plans)
-            new: Any = {name: plan.with_reference(found[name]) for name, plan in plans.items()}
+                found = _stored_reference(run, base, data, datasets)
+            new: Any = {
+                name: dataset.with_reference(found[name]) for name, dataset in datasets.items()
+            }
             data = dataclasses.replace(data, **new)
     plain = language.training(run, optimizer, data, make_model)
     return dataclasses.replace(plain, loss_fn=loss_fn, evaluate=data.held_out)
 
 
 def _stored_reference(
-    run: Run[Config], base: finetuning.Base, data: text.Text, plans: dict[str, PairPlan]
+    run: Run[Config], base: finetuning.Base, data: text.Text, datasets: dict[str, PairDataset]
 ) -> dict[str, np.ndarray]:
     made_of = f"{base.pretrained.checksum} {data.fingerprint}"
     fingerprint = hashlib.sha256(made_of.encode()).hexdigest()
@@ -313,8 +317,8 @@ def _stored_reference(
     values: dict[str, np.ndarray] = {}
     if not multihost_utils.broadcast_one_to_all(there):
         model = base.load()
-        for name, plan in plans.items():
-            values[name] = reference_log_probabilities(run, model, plan)
+        for name, dataset in datasets.items():
+            values[name] = reference_log_probabilities(run, model, dataset)
         del model  # whose room the training takes
         run.say(f"the reference's log-probabilities are in {run.address}/{REFERENCE}")
 
@@ -330,27 +334,27 @@ def _stored_reference(
             "other pairs: remove it to have them made again, or start anew with another --run-dir"
         )
     with np.load(folder / "log_probabilities.npz") as stored:
-        return {name: stored[name] for name in plans}
+        return {name: stored[name] for name in datasets}
 
 
 def reference_log_probabilities(
-    run: Run[RunConfig], model: PyTree, plan: PairPlan
+    run: Run[RunConfig], model: PyTree, dataset: PairDataset
 ) -> Float32[np.ndarray, "pairs 2"]:
-    """The log-probabilities under a model of the answers of all pairs of a plan, in the plan's
-    batches; NaN for pairs that it leaves out.
+    """The log-probabilities under a model of the answers of all pairs in the batches of
+    a dataset; NaN for pairs that it leaves out.
 
     Raises:
         RunError: one is not finite.
     """
-    evaluator = evaluation.Evaluator(run, reference_values, plan)
-    found = np.full((plan.num_pairs, 2), np.nan, np.float32)
+    evaluator = evaluation.Evaluator(run, reference_values, dataset)
+    found = np.full((dataset.num_pairs, 2), np.nan, np.float32)
     for k, metrics in evaluator.results(model, True, bounded=False):
-        pairs, values = plan.pairs(k), np.asarray(jax.device_get(metrics["reference"]))
+        pairs, values = dataset.pairs(k), np.asarray(jax.device_get(metrics["reference"]))
         if not np.isfinite(values[pairs >= 0]).all():
             wrong = pairs[(pairs >= 0) & ~np.isfinite(values).all(1)][0]
             raise RunError(
-                f"the reference's log-probability of the pair {plan.corpus.name(2 * wrong)} is not "
-                f"finite in {run.precision}: give --precision fp32, or look at the model"
+                f"the reference's log-probability of the pair {dataset.corpus.name(2 * wrong)} is "
+                f"not finite in {run.precision}: give --precision fp32, or look at the model"
             )
         found[pairs[pairs >= 0]] = values[pairs >= 0]
     return found

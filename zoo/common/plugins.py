@@ -6,9 +6,9 @@ class as `zoo.register` takes it, named as folders name it. Of `zoo.precisions` 
 `zoo.nn.precision.Scheme`. Of `zoo.quantizations` each is a module like `zoo.quantization.loading`:
 `quantized_skeleton(skeleton, kind)` puts skeletons of `zoo.nn.products.Quantized` in the place of
 matrices, and `quantize_parts(matrix, names, read)` makes such a matrix from the stored one. Of
-`zoo.row_plans` each is the plan of a format of rows. Of `zoo.planners`, of which the last is taken,
-each is a module like `zoo.planning.planner`, and of `zoo.commands` a function: `python -m zoo NAME`
-calls it with its arguments from the command line, by its annotations.
+`zoo.row_datasets` each is the dataset of a format of rows. Of `zoo.planners`, of which the last is
+taken, each is a module like `zoo.planning.planner`, and of `zoo.commands` a function:
+`python -m zoo NAME` calls it with its arguments from the command line, by its annotations.
 """
 
 from importlib.metadata import EntryPoint, entry_points

@@ -1,4 +1,4 @@
-"""Batches of a plan, checked on the host and put on the devices; Grain's threads prefetch them."""
+"""Batches of a dataset, checked on the host and put on devices; Grain's threads prefetch them."""
 
 import contextlib
 import sys
@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from zoo.data.plans import HostBatch, Plan, check_batch_size, check_plan
+from zoo.data.datasets import Dataset, HostBatch, check_batch_size, check_dataset
 from zoo.sharding import Layout, batch_sharding, layout_of
 
 Batch = dict[str, Array]
@@ -35,7 +35,7 @@ Accepted = Mapping[str, Ids | None]  # by entry; None: any value
 
 
 def batches(
-    plan: Plan,
+    dataset: Dataset,
     mesh: Mesh | Layout | None = None,
     *,
     start: int = 0,
@@ -55,7 +55,7 @@ def batches(
     stop = sys.maxsize if stop is None else stop
     if not 0 <= start <= stop:
         raise ValueError(f"start={start} and stop={stop} must be 0 <= start <= stop")
-    ahead = iter(_dataset(plan, mesh, range(start, stop), accepted))
+    ahead = iter(_dataset(dataset, mesh, range(start, stop), accepted))
 
     def iterate() -> Generator[tuple[int, Batch], None, None]:
         with contextlib.closing(ahead):
@@ -76,15 +76,17 @@ def batches(
     return iterator
 
 
-def _dataset(plan: Plan, mesh: Mesh | Layout | None, indices: range, accepted: Accepted) -> Any:
+def _dataset(
+    dataset: Dataset, mesh: Mesh | Layout | None, indices: range, accepted: Accepted
+) -> Any:
     """Batches, or what was raised in their place: as values, so that Grain adds nothing to it."""
-    check_plan(plan)
-    check_batch_size(plan.batch_size, mesh)
-    held = held_rows(plan.batch_size, mesh)
+    check_dataset(dataset)
+    check_batch_size(dataset.batch_size, mesh)
+    held = held_rows(dataset.batch_size, mesh)
 
     def read(k: int) -> tuple[int, dict[Rows, HostBatch]] | Exception:
         try:
-            parts = {rows: plan.batch(k, slice(*rows)) for rows in held}
+            parts = {rows: dataset.batch(k, slice(*rows)) for rows in held}
             for (first, _), part in parts.items():
                 check_values(part, accepted, where=f"batch {k}", first_row=first)
         except Exception as error:
@@ -96,7 +98,7 @@ def _dataset(plan: Plan, mesh: Mesh | Layout | None, indices: range, accepted: A
             return item
         k, parts = item
         try:
-            return k, _place(parts, plan.batch_size, mesh)
+            return k, _place(parts, dataset.batch_size, mesh)
         except Exception as error:
             return error
 

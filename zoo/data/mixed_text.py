@@ -1,4 +1,4 @@
-"""Text of several sources: as it is written, with one tokenizer, and the mixture of their plans.
+"""Text of several sources: as it is written, with one tokenizer, and the mixture of their datasets.
 
 In the flag, `code=src/**/*.py:0.7,help=docs/*.txt:0.3`: each source begins with a name and `=`; a
 comma before anything else belongs to the source's files; its weight follows its last colon. A glob
@@ -24,7 +24,7 @@ from zoo.common import checksums, configuration
 from zoo.common.configuration import check_positive, check_value, from_json, require
 from zoo.common.files import local_path
 from zoo.data import text
-from zoo.data.mixtures import MixturePlan, Stage, rounded, shares_of
+from zoo.data.mixtures import MixtureDataset, Stage, rounded, shares_of
 from zoo.data.prepared import hashes
 from zoo.data.prepared.format import TOKENIZER
 from zoo.data.prepared.opening import (
@@ -176,7 +176,7 @@ def _source(name: str, value: str) -> SourceSpec:
 class MixedText(text.Text):
     """The text of all sources, and the texts of each.
 
-    The held-out plan has all held-out rows of all sources: its bits per byte are of all
+    The held-out dataset has all held-out rows of all sources: its bits per byte are of all
     held-out text, whatever the weights are. Only the sources have documents.
     """
 
@@ -252,11 +252,11 @@ def read_mixture(
     }
     train = {name: one.train for name, one in texts.items()}
     held_out = {name: one.held_out for name, one in texts.items()}
-    stages = mixture.resolve(steps, [plan.corpus.num_tokens for plan in train.values()])
-    plan = MixturePlan(train, stages)
-    check_epochs(mixture, plan, steps)
+    stages = mixture.resolve(steps, [dataset.corpus.num_tokens for dataset in train.values()])
+    dataset = MixtureDataset(train, stages)
+    check_epochs(mixture, dataset, steps)
     by_rows = Stage(0, rounded([one.num_rows for one in held_out.values()]))
-    return MixedText(tokenizer, plan, MixturePlan(held_out, [by_rows]), (), sources=texts)
+    return MixedText(tokenizer, dataset, MixtureDataset(held_out, [by_rows]), (), sources=texts)
 
 
 def find_leaks(sources: Mapping[str, Prepared]) -> dict[str, set[bytes]]:
@@ -284,9 +284,9 @@ def _as_set(records: np.ndarray) -> set[bytes]:
     return {content[i : i + size] for i in range(0, len(content), size)}
 
 
-def check_epochs(mixture: Mixture, plan: MixturePlan, steps: int) -> None:
+def check_epochs(mixture: Mixture, dataset: MixtureDataset, steps: int) -> None:
     """Raise a ValueError where a source would be read more often than its `max_epochs`."""
-    epochs = plan.epochs(steps)
+    epochs = dataset.epochs(steps)
     for source in mixture.sources:
         asked, most = epochs[source.name], source.max_epochs
         if most is not None and asked > most:

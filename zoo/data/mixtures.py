@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int64
 
-from zoo.data.plans import HostBatch, Row, SeededPlan
-from zoo.data.token_plans import TokenPlan
+from zoo.data.datasets import HostBatch, Row, SeededDataset
+from zoo.data.token_datasets import TokenDataset
 
 MAX_PERIOD = 65536
 
@@ -135,56 +135,58 @@ class Totals:
         return self.num_documents
 
 
-class MixturePlan(TokenPlan):
-    """Batches of several sources' plans, in shares that `stages` give them from batch 0 on.
+class MixtureDataset(TokenDataset):
+    """Batches of several sources' datasets, in shares that `stages` give them from batch 0 on.
 
     Packed rows are mixed row by row, and bucketed ones batch by batch. Each source's rows come in
-    the order of its own plan, one epoch of it after the other, whatever the other sources do.
+    the order of its own dataset, one epoch of it after the other, whatever the other sources do.
 
     Raises:
-        ValueError: plans that do not go together.
+        ValueError: datasets that do not go together.
     """
 
     corpus: Any  # Totals
 
-    def __init__(self, plans: Mapping[str, TokenPlan], stages: Sequence[Stage]):
-        first = next(iter(plans.values()))
-        corpora = [plan.corpus for plan in plans.values()]
+    def __init__(self, datasets: Mapping[str, TokenDataset], stages: Sequence[Stage]):
+        first = next(iter(datasets.values()))
+        corpora = [dataset.corpus for dataset in datasets.values()]
         for name in ("batch_size", "begin_id", "end_id", "seq_len", "vocab_size", "framed"):
             values = {
-                source: getattr(plan if hasattr(plan, name) else plan.corpus, name, None)
-                for source, plan in plans.items()
+                source: getattr(dataset if hasattr(dataset, name) else dataset.corpus, name, None)
+                for source, dataset in datasets.items()
             }
             if len(set(values.values())) > 1:
                 raise ValueError(f"a mixture has one {name}, and its sources have {values}")
-        SeededPlan.__init__(self, first.batch_size, first.seed, first.shuffle)
-        self.plans, self.begin_id, self.end_id = dict(plans), first.begin_id, first.end_id
+        SeededDataset.__init__(self, first.batch_size, first.seed, first.shuffle)
+        self.datasets, self.begin_id, self.end_id = dict(datasets), first.begin_id, first.end_id
         self.frame = first.frame
         sums = (
             sum(getattr(corpus, name) for corpus in corpora)
             for name in ("num_tokens", "num_counted", "num_bytes")
         )
         self.corpus = Totals(corpora[0].vocab_size, sum(map(len, corpora)), *sums)
-        self._sources = list(plans.values())
+        self._sources = list(datasets.values())
         self._mixes_rows = hasattr(first, "seq_len")
         self.schedule = Schedule(stages, self.batch_size if self._mixes_rows else 1)
-        self.buckets = tuple(sorted({size for plan in self._sources for size in plan.buckets}))
-        rows = sum(plan.num_rows for plan in self._sources)
+        self.buckets = tuple(
+            sorted({size for dataset in self._sources for size in dataset.buckets})
+        )
+        rows = sum(dataset.num_rows for dataset in self._sources)
         self.batches_per_epoch = math.ceil(rows / self.batch_size)
         self.num_rows = self.batches_per_epoch * self.batch_size
         # Of a batch with the average rows of each source, as many as it has.
         self.padding_waste = sum(p.padding_waste * p.num_rows for p in self._sources) / rows
 
     def _content(self) -> Iterator[Any]:
-        yield from ([*self.plans], self.schedule.stages, self.batch_size)
-        yield from (plan.fingerprint for plan in self._sources)
+        yield from ([*self.datasets], self.schedule.stages, self.batch_size)
+        yield from (dataset.fingerprint for dataset in self._sources)
 
     def epochs(self, batches: int) -> dict[str, float]:
         """How often each source has been read in the first `batches` batches."""
         rows = self.schedule.counts(batches) * (1 if self._mixes_rows else self.batch_size)
         return {
-            name: int(count) / plan.num_rows
-            for count, (name, plan) in zip(rows, self.plans.items(), strict=True)
+            name: int(count) / dataset.num_rows
+            for count, (name, dataset) in zip(rows, self.datasets.items(), strict=True)
         }
 
     def bucket(self, k: int) -> int:
@@ -204,8 +206,8 @@ class MixturePlan(TokenPlan):
 
     def _fill(self, arrays: HostBatch, k: int, row: int) -> None:
         source, number = self._locate(k, row)
-        plan = self._sources[source]
-        plan.fill_row(arrays, plan.row_pieces(*divmod(number, plan.num_rows)))
+        dataset = self._sources[source]
+        dataset.fill_row(arrays, dataset.row_pieces(*divmod(number, dataset.num_rows)))
 
     def _locate(self, k: int, row: int) -> tuple[int, int]:
         """(the source of a row of batch k, the row's number within the source)."""
@@ -218,7 +220,7 @@ class MixturePlan(TokenPlan):
         """One line per source and bucket, of sources that have several buckets; else none."""
         lines = [
             f"{name}: {line}"
-            for name, plan in self.plans.items()
-            for line in plan.describe_buckets().splitlines()
+            for name, dataset in self.datasets.items()
+            for line in dataset.describe_buckets().splitlines()
         ]
         return "\n".join(lines)

@@ -192,7 +192,7 @@ def sample_texts(
     """Texts of about `num_bytes` in all, from everywhere in the files, whatever the splits.
 
     The first texts of each of some hundred parts of equal size; of a compressed file, its
-    beginning. All texts where the files have no more. Only those that are `wanted`, such as those
+    beginning. All texts where the files have no more. Only `wanted` ones, such as those
     that are not held out.
     """
     pieces = (piece for split in splits for piece in split.pieces)

@@ -1,4 +1,4 @@
-"""Rows of numbers with labels: from a file, or the digits that come with scikit-learn, to plans."""
+"""Datasets of numbers with labels, from a file or from the digits that scikit-learn brings."""
 
 import hashlib
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from jaxtyping import Float32
 from zoo.common import configuration
 from zoo.common.configuration import may_differ, require
 from zoo.common.files import local_path
+from zoo.data.datasets import ArrayDataset
 from zoo.data.documents import unit_hash
 from zoo.data.formats import read_csv, whole_file
-from zoo.data.plans import ArrayPlan
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Config:
 
 @dataclass(frozen=True)
 class Table:
-    """The plans of the training and the held-out rows; `classes` names the labels 0, 1, …"""
+    """The datasets of the training and the held-out rows; `classes` names the labels 0, 1, …"""
 
-    train: ArrayPlan
-    held_out: ArrayPlan
+    train: ArrayDataset
+    held_out: ArrayDataset
     classes: tuple[str, ...]
 
     @property
@@ -54,9 +54,9 @@ class Table:
     def fingerprint(self) -> str:
         """A hash of every number of both parts: equal fingerprints mean equal batches."""
         digest = hashlib.sha256()
-        for plan in (self.train, self.held_out):
-            for name in sorted(plan.arrays):
-                digest.update(np.ascontiguousarray(plan.arrays[name]).data)
+        for dataset in (self.train, self.held_out):
+            for name in sorted(dataset.arrays):
+                digest.update(np.ascontiguousarray(dataset.arrays[name]).data)
         return digest.hexdigest()
 
 
@@ -85,7 +85,7 @@ def read_table(config: Config, *, seed: int) -> Table:
             "out: that needs two classes, and a row held out"
         )
     train, held = (
-        ArrayPlan({"inputs": inputs[rows], "labels": labels[rows]}, config.batch_size, seed)
+        ArrayDataset({"inputs": inputs[rows], "labels": labels[rows]}, config.batch_size, seed)
         for rows in (~held_out, held_out)
     )
     return Table(train, held, classes)

@@ -1,4 +1,4 @@
-"""Text for language models: from files to a tokenizer and the plans of both parts of a corpus."""
+"""Text for language models: from files to a tokenizer and the datasets of a corpus' two parts."""
 
 import functools
 import math
@@ -31,7 +31,7 @@ from zoo.data.prepared.opening import (
 )
 from zoo.data.rows import RowOptions
 from zoo.data.splits import Given
-from zoo.data.token_plans import BucketPlan, LabelledPlan, PackedPlan, TokenPlan
+from zoo.data.token_datasets import BucketedDataset, LabelledDataset, PackedDataset, TokenDataset
 from zoo.data.tokenizer import (
     Reading,
     Tokenizer,
@@ -108,15 +108,15 @@ class Config(Source):
 
 @dataclass(frozen=True)
 class Text:
-    """A tokenizer, the plans of the training and the held-out part, and the latter's documents.
+    """A tokenizer, the datasets of the training and the held-out part, and the latter's documents.
 
     Those documents are a sample. `classes` names the labels 0, 1, … of labelled rows.
     `special_tokens` says how many of them the text has, and how their names are read.
     """
 
     tokenizer: Tokenizer
-    train: TokenPlan
-    held_out: TokenPlan
+    train: TokenDataset
+    held_out: TokenDataset
     held_out_documents: Sequence[Document]
     classes: tuple[str, ...] = ()
     prepared: Prepared | None = None
@@ -163,7 +163,7 @@ def read_text(
     """Split and tokenize text, once; `tokenizer_folder(make)` keeps the files of `make(folder)`.
 
     A run keeps its tokenizer, so that it does not change under the run when the corpus does. With
-    `label`, the field that holds a row's label, the plans are `LabelledPlan`s. A prepared corpus
+    `label`, the field of a row's label, the datasets are `LabelledDataset`s. A prepared corpus
     brings its tokenizer and its held-out part: a field that has another value than `default` must
     name the same.
 
@@ -229,22 +229,22 @@ def is_mixture(files: str) -> bool:
 
 
 def prepared_text(config: Source, prepared: Prepared, *, seed: int) -> Text:
-    """The plans of both parts of a prepared corpus."""
+    """The datasets of both parts of a prepared corpus."""
     tokenizer, manifest = prepared.tokenizer, prepared.manifest
     ends = begin_id(tokenizer), end_id(tokenizer)
 
-    def plan(corpus: Corpus) -> TokenPlan:
+    def dataset(corpus: Corpus) -> TokenDataset:
         if config.rows == "packed":
             packed = (config.seq_len, config.batch_size, seed)
-            return PackedPlan(corpus, ends, *packed, too_long=config.too_long)
+            return PackedDataset(corpus, ends, *packed, too_long=config.too_long)
         bucketed = (ends, config.buckets, config.batch_size, seed, config.too_long)
         if manifest.classes:
-            return LabelledPlan(corpus, corpus.labels(), *bucketed, cache=config.cache)
+            return LabelledDataset(corpus, corpus.labels(), *bucketed, cache=config.cache)
         rows = manifest.options.get("rows", {}).get("format", "")
-        kind = plugins.find("zoo.row_plans", rows) or BucketPlan
+        kind = plugins.find("zoo.row_datasets", rows) or BucketedDataset
         return kind(corpus, *bucketed, cache=config.cache)
 
-    train, held_out = plan(prepared.train), plan(prepared.held_out)
+    train, held_out = dataset(prepared.train), dataset(prepared.held_out)
     found = described(manifest.special_tokens, prepared.reading == "parse")
     sample = Sample(prepared.held_out, tokenizer)
     return Text(tokenizer, train, held_out, sample, manifest.classes, prepared, found)

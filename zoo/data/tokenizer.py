@@ -206,7 +206,7 @@ class BPETokenizer:
         self._variants: dict[tuple[Reading, bool], HFTokenizer] = {}
 
     def _find_special_tokens(self, vocabulary: Mapping[str, int]) -> None:
-        """Set the ids of the special tokens, and mark those that files name and that are not."""
+        """Set the ids of the special tokens, and mark the ones that files name but do not mark."""
         added = self.tokenizer.get_added_tokens_decoder()
         special = {id: token.content for id, token in added.items() if token.special}
         id_of = {name: vocabulary.get(token) for name, token in self.tokens.items()}

@@ -207,7 +207,7 @@ class Scorer:
         if len(ids) > length and not self._has_cut:
             self._has_cut = True
             logger.warning(
-                "a row of %d tokens is longer than the %d that there is room for: its %s is cut "
+                "a row of %d tokens is longer than the %d that fit: its %s is cut "
                 "off, as in all such rows",
                 len(ids),
                 length,

@@ -80,7 +80,7 @@ class _HuggingFace(Format):
         def load(skeleton: PyTree) -> PyTree:
             with weights.reader() as read:
                 part = lambda name, at, dtype: found[name].read(at, dtype, read)  # noqa: E731
-                quantize = options.quantize is not None  # else those that files have are arrays
+                quantize = options.quantize is not None  # else the files' are arrays
                 return fill(skeleton, options.mesh, part, quantize=quantize)
 
         return Opened(skeleton, load)

@@ -28,7 +28,7 @@ from zoo.sharding.axes import keystr, map_parameters
 from zoo.sharding.rules import is_matrix, matrix_axes
 
 FIELD = "quantization_config"
-# Of the tensors that take the place of a matrix's `weight`, or stand beside it.
+# Of the tensors that replace a matrix's `weight`, or come beside it.
 _MARKS = (".qweight", ".qzeros", ".scales", ".g_idx", ".SCB", ".weight_format")
 INSTEAD = "open the checkpoint that it was made of, by quantize='int8', 'int4' or 'nf4'"
 

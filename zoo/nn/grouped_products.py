@@ -135,7 +135,7 @@ def _tile_for(x_RI: Array, groups: int, outer: int, *, sums: bool) -> Tile:
 def tile(
     rows: int, groups: int, inner: int, outer: int, itemsize: int, memory: int, *, sums: bool
 ) -> Tile:
-    """Rows, inputs and outputs of a tile: of those that fit, the one that moves the fewest bytes.
+    """Rows, inputs and outputs of a tile: the one that fits and moves the fewest bytes.
 
     It is for the product of each row with the matrix of its group, or for each group's sum of the
     outer products of its inputs and outputs. Each group shares a tile of rows with the next.

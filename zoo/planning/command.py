@@ -15,7 +15,7 @@ from jaxtyping import Array, Key, PyTree
 
 from zoo import sharding
 from zoo.common.configuration import check, require
-from zoo.data.plans import HostBatch, Row, SeededPlan, check_batch_size
+from zoo.data.datasets import HostBatch, Row, SeededDataset, check_batch_size
 from zoo.decoding.decoder import decoder_of
 from zoo.nn.precision import Precision
 from zoo.nn.products import Kind
@@ -116,7 +116,7 @@ def main(config: Annotated[Config, tyro.conf.arg(name="")]) -> None:
         planner.suggest(estimate, lighter(config, folder, target))
 
 
-class TokenRows(SeededPlan):
+class TokenRows(SeededDataset):
     """Rows of tokens with nothing in them, to compile a step for."""
 
     def __init__(self, batch_size: int, seq_len: int):

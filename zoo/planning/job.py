@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from zoo import sharding
-from zoo.data.plans import batch_shapes
+from zoo.data.datasets import batch_shapes
 from zoo.nn import remat
 from zoo.nn.precision import DTYPES, Precision
 from zoo.nn.products import is_quantized

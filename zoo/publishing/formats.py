@@ -34,7 +34,7 @@ _GROUP = "zoo.formats"
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `zoo.load`, checked but for those that depend on the folder.
+    """The options of `zoo.load`, checked but for what depends on the folder.
 
     Raises:
         PublishError: an unknown dtype, or an unknown kind of quantised matrices.

@@ -1,4 +1,4 @@
-"""Evaluation on held-out data: a step over the batches of a plan, read one batch behind."""
+"""Evaluation on held-out data: a step over the batches of a dataset, read one batch behind."""
 
 import contextlib
 import copy
@@ -16,9 +16,9 @@ from jax.experimental import multihost_utils
 from jaxtyping import Array, PyTree
 
 from zoo.common import files
-from zoo.data import plans
+from zoo.data import datasets
+from zoo.data.datasets import Dataset, batch_shapes
 from zoo.data.loader import batches
-from zoo.data.plans import Plan, batch_shapes
 from zoo.runs import identity
 from zoo.runs.config import Config
 from zoo.runs.processes import from_first
@@ -33,20 +33,20 @@ _LONG = 10.0  # seconds; an evaluation that takes longer is announced
 
 
 class Evaluator:
-    """A function `(model, whole) -> means` of a loss over a plan's first epoch, or part of it.
+    """A function `(model, whole) -> means` of a loss over a dataset's first epoch, or part of it.
 
     Whole evaluations are kept in the run's folder: one of the same model, data and loss function is
     not computed again.
     """
 
-    def __init__(self, run: Run[Config], loss_fn: LossFunction, plan: Plan):
-        self._run, self._plan, self._loss_fn = run, plan, loss_fn
+    def __init__(self, run: Run[Config], loss_fn: LossFunction, dataset: Dataset):
+        self._run, self._dataset, self._loss_fn = run, dataset, loss_fn
         self._step = make_eval_step(loss_fn, mesh=run.layout, precision=run.precision)
 
-    def of(self, plan: Plan) -> "Evaluator":
-        """The evaluator of another plan, which shares what is compiled."""
+    def of(self, dataset: Dataset) -> "Evaluator":
+        """The evaluator of another dataset, which shares what is compiled."""
         other = copy.copy(self)
-        other._plan = plan
+        other._dataset = dataset
         return other
 
     def __call__(self, model: PyTree, whole: bool) -> dict[str, float]:
@@ -80,12 +80,12 @@ class Evaluator:
 
     def compile(self, model: PyTree) -> None:
         """Compile the step for each bucket, and so refuse a loss that is not one."""
-        self._step.compile(model, *batch_shapes(self._plan, self._run.mesh).values())
+        self._step.compile(model, *batch_shapes(self._dataset, self._run.mesh).values())
 
     def results(
         self, model: PyTree, whole: bool, *, bounded: bool = True
     ) -> Iterator[tuple[int, dict[str, Array]]]:
-        """(k, the metrics of batch k) over the plan's first epoch, or its first `eval_batches`.
+        """(k, the metrics of batch k) over the dataset's first epoch, or its first `eval_batches`.
 
         Whole, it ends with `final_eval_batches`, unless it is not to be `bounded`. A result comes
         when the next step is under way, and so is read while that one runs.
@@ -94,11 +94,11 @@ class Evaluator:
             Stopped: between two batches, where a signal asks the run to stop.
         """
         self.compile(model)
-        run, plan = self._run, self._plan
-        stop = self._num_batches(whole) if bounded else plan.batches_per_epoch
+        run, dataset = self._run, self._dataset
+        stop = self._num_batches(whole) if bounded else dataset.batches_per_epoch
         under_way: deque[tuple[int, dict[str, Array]]] = deque()
         accepted = self._step.accepted(model)
-        with contextlib.closing(batches(plan, run.mesh, stop=stop, accepted=accepted)) as stream:
+        with contextlib.closing(batches(dataset, run.mesh, stop=stop, accepted=accepted)) as stream:
             for k, batch in stream:
                 run.signals.check()
                 under_way.append((k, self._step(model, batch)[1]))
@@ -111,7 +111,7 @@ class Evaluator:
             yield from under_way
 
     def _num_batches(self, whole: bool) -> int:
-        config, count = self._run.config, self._plan.batches_per_epoch
+        config, count = self._run.config, self._dataset.batches_per_epoch
         most = config.final_eval_batches if whole else config.eval_batches
         return count if most is None else min(count, most)
 
@@ -124,7 +124,7 @@ class Evaluator:
     def _checksum(self, model: PyTree) -> str:
         """Of all that a whole evaluation depends on: the same on all processes."""
         loss = identity.described(identity.LOSS, self._loss_fn)
-        told = [self._num_batches(True), plans.fingerprint(self._plan), loss, versions()]
+        told = [self._num_batches(True), datasets.fingerprint(self._dataset), loss, versions()]
         digest = hashlib.sha256(json.dumps([*told, str(self._run.precision)]).encode())
         for leaf in filter(is_parameter, jax.tree.leaves(model)):
             is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
@@ -136,23 +136,23 @@ class Evaluator:
         return hashlib.sha256(multihost_utils.process_allgather(mine).tobytes()).hexdigest()
 
 
-def evaluator(run: Run[Config], loss_fn: LossFunction, plan: Plan) -> Evaluator:
-    """A function `(model, whole) -> means` of the loss over a plan's first epoch, or part of it.
+def evaluator(run: Run[Config], loss_fn: LossFunction, dataset: Dataset) -> Evaluator:
+    """A function `(model, whole) -> means` of the loss over a dataset's first epoch, or part of it.
 
     The means have their names in the loss function; `zoo.fit` puts `eval_` before them. Whole
     evaluations are kept in the run's folder: the same one is not computed again.
     """
-    return Evaluator(run, only_scalars(loss_fn), plan)
+    return Evaluator(run, only_scalars(loss_fn), dataset)
 
 
-def as_evaluate(run: Run[Config], loss_fn: LossFunction, given: Evaluate | Plan) -> Evaluate:
-    """The evaluation of a training: of a plan, that by the `loss_fn`."""
-    if isinstance(given, Plan):
+def as_evaluate(run: Run[Config], loss_fn: LossFunction, given: Evaluate | Dataset) -> Evaluate:
+    """The evaluation of a training: of a dataset, that by the `loss_fn`."""
+    if isinstance(given, Dataset):
         return evaluator(run, loss_fn, given)
     if not callable(given):
         raise TypeError(
-            f"evaluate={given!r:.80}: give a zoo.Plan, the result of zoo.evaluator, or a function "
-            "(model, whole) -> metrics by name"
+            f"evaluate={given!r:.80}: give a zoo.Dataset, the result of zoo.evaluator, or a "
+            "function (model, whole) -> metrics by name"
         )
     return given
 

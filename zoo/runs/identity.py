@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from zoo.common import checksums
-from zoo.data import plans
+from zoo.data import datasets
 from zoo.runs.checkpoint import read_meta
 from zoo.runs.processes import RunError
 from zoo.runs.run import Run
@@ -35,7 +35,7 @@ def of_training(training: Training) -> dict[str, Any]:
     """The identity of a training in a checkpoint, to compare with a later start's."""
     return {
         BASE: training.base,
-        DATA: training.fingerprint or plans.fingerprint(training.data),
+        DATA: training.fingerprint or datasets.fingerprint(training.data),
         LOSS: described(LOSS, training.loss_fn),
         OPTIMIZER: described(OPTIMIZER, training.optimizer),
     }

@@ -15,9 +15,9 @@ from jaxtyping import PyTree
 
 from zoo import sharding
 from zoo.common.configuration import require
+from zoo.data.datasets import Dataset, batch_shapes, check_batch_size, check_dataset, check_memory
 from zoo.data.loader import batches
-from zoo.data.plans import Plan, batch_shapes, check_batch_size, check_memory, check_plan
-from zoo.data.token_plans import check_ids
+from zoo.data.token_datasets import check_ids
 from zoo.runs import evaluation, identity, monitor
 from zoo.runs.callbacks.callback import Callback
 from zoo.runs.callbacks.evaluations import (
@@ -82,11 +82,11 @@ def fit(
     config = run.config
     require(
         config.epochs is None,
-        f"epochs={config.epochs}: how many steps they are, run.steps_of(plan) says; call it before "
-        "the optimizer's schedule is made",
+        f"epochs={config.epochs}: how many steps they are, run.steps_of(dataset) says; call it "
+        "before the optimizer's schedule is made",
     )
     identity.check_base(run, training)
-    check_plan(training.data)
+    check_dataset(training.data)
     check_batch_size(training.data.batch_size, run.mesh, config.accumulate)
     loop = Hooks(run, training, with_flags(config, callbacks, save))
     if config.plan:
@@ -190,10 +190,10 @@ def _train(
     return state, result
 
 
-def _compile(run: Run[Config], step_fn: CompiledStep, state: TrainState, plan: Plan) -> None:
+def _compile(run: Run[Config], step_fn: CompiledStep, state: TrainState, dataset: Dataset) -> None:
     """Compile the step for each bucket; any other shape is an error from then on."""
     began, compiles = time.monotonic(), []
-    buckets = [*batch_shapes(plan, run.mesh).values()]
+    buckets = [*batch_shapes(dataset, run.mesh).values()]
     step_fn.check_sums(state, buckets[0])
     with monitor.CompileCounter() as counter:
         for shapes in buckets:
@@ -201,7 +201,7 @@ def _compile(run: Run[Config], step_fn: CompiledStep, state: TrainState, plan: P
             step_fn.compile(state, shapes)
             compiles.append(counter.compiles - before)
     run.say(
-        f"compiled {len(plan.buckets)} bucket(s) {list(plan.buckets)} in "
+        f"compiled {len(dataset.buckets)} bucket(s) {list(dataset.buckets)} in "
         f"{time.monotonic() - began:.1f} s: {sum(compiles) / len(compiles):.3g} compile(s) per "
         f"bucket ({counter.cache_hits} from the cache)"
     )

@@ -24,7 +24,7 @@ from jaxtyping import PyTree
 
 from zoo import sharding
 from zoo.common import addresses, checksums, files, plugins, startup
-from zoo.data.plans import Plan, check_batch_size, check_row_lengths
+from zoo.data.datasets import Dataset, check_batch_size, check_row_lengths
 from zoo.nn.precision import Precision, check_precision, native_precision
 from zoo.runs import processes
 from zoo.runs.checkpoint import Checkpointer, NoneUndamaged, read_meta
@@ -174,13 +174,13 @@ class Run(Generic[ConfigT]):
         if self._remote is not None:
             self._remote.copier.begin()
 
-    def steps_of(self, plan: Plan) -> int:
-        """The optimizer steps in all; for epochs, as many as this plan's length makes.
+    def steps_of(self, dataset: Dataset) -> int:
+        """The optimizer steps in all; for epochs, as many as this dataset's length makes.
 
         From then on they are the configuration's `steps`, in config.json too.
         """
         if self.config.epochs is not None:
-            epochs, batches = self.config.epochs, plan.batches_per_epoch
+            epochs, batches = self.config.epochs, dataset.batches_per_epoch
             steps = math.ceil(epochs * batches)
             self.say(f"{epochs:g} epochs of {batches:,} batches: {steps:,} steps")
             self.config = dataclasses.replace(self.config, epochs=None, steps=steps)

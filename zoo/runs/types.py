@@ -3,14 +3,14 @@
 from zoo.data.corpus import Corpus as Corpus
 from zoo.data.corpus import Piece as Piece
 from zoo.data.corpus import Place as Place
+from zoo.data.datasets import HostBatch as HostBatch
+from zoo.data.datasets import Row as Row
 from zoo.data.loader import Accepted as Accepted
-from zoo.data.plans import HostBatch as HostBatch
-from zoo.data.plans import Row as Row
 from zoo.data.prepared.format import Manifest as Manifest
 from zoo.data.prepared.format import PartRecord as PartRecord
 from zoo.data.prepared.format import Shard as Shard
 from zoo.data.prepared.format import ShardRecord as ShardRecord
-from zoo.data.token_plans import Ends as Ends
+from zoo.data.token_datasets import Ends as Ends
 from zoo.data.tokenizer import Ids as Ids
 from zoo.data.tokenizer import Spans as Spans
 from zoo.decoding.drawing import SamplingOptions as SamplingOptions

@@ -16,7 +16,7 @@ import optax
 from jaxtyping import Array, Float, Int, PyTree
 
 from zoo.data import tabular, text
-from zoo.data.plans import Plan
+from zoo.data.datasets import Dataset
 from zoo.data.tokenizer import Tokenizer
 from zoo.publishing.models import save as save_model
 from zoo.runs import evaluation, loop
@@ -63,7 +63,7 @@ def training(
 ) -> Classification:
     """The training of a classifier, or of an ensemble of more than one.
 
-    The model takes a batch of the plan as `losses.classification` does.
+    The model takes a batch of the dataset as `losses.classification` does.
     """
     steps = run.steps_of(data.train)
     rule = optimizers.make_optimizer(optimizer, steps)
@@ -118,7 +118,7 @@ def _save(
 
 
 class Judge:
-    """The metrics `judge` gives a model on a plan's first epoch, or part of it.
+    """The metrics `judge` gives a model on a dataset's first epoch, or part of it.
 
     A whole evaluation, the last of which is of the average if there is one, is drawn in the run's
     folder, as `confusion.png` and `calibration.png`.
@@ -127,9 +127,9 @@ class Judge:
     report: str
     """The last whole evaluation in words."""
 
-    def __init__(self, run: Run[Config], plan: Plan, classes: Sequence[str]):
-        self._run, self._plan, self._classes = run, plan, classes
-        self._evaluator = evaluation.Evaluator(run, _probabilities, plan)
+    def __init__(self, run: Run[Config], dataset: Dataset, classes: Sequence[str]):
+        self._run, self._dataset, self._classes = run, dataset, classes
+        self._evaluator = evaluation.Evaluator(run, _probabilities, dataset)
 
     def __call__(self, model: PyTree, whole: bool) -> dict[str, float]:
         """Evaluate a model, on the whole epoch or its first batches."""
@@ -145,7 +145,7 @@ class Judge:
     def _predict(self, model: PyTree, whole: bool) -> Predictions:
         found, labels = [], []
         for k, results in self._evaluator.results(model, whole):
-            host = self._plan.batch(k)
+            host = self._dataset.batch(k)
             real = host["weights"] > 0
             found.append(gathered(results["probabilities"])[:, real])
             labels.append(host["labels"][real])

@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 from zoo.common.configuration import may_differ, require
 from zoo.data import text
 from zoo.data.mixed_text import MixedText, read_mixture
-from zoo.data.mixtures import MixturePlan
+from zoo.data.mixtures import MixtureDataset
 from zoo.data.tokenizer import Tokenizer, begin_id, end_id
 from zoo.decoding import sampling
 from zoo.decoding.decoder import decoder_of
@@ -138,7 +138,7 @@ def say_what_there_is(run: Run[RunConfig], data: text.Text) -> None:
         )
     if lines := data.train.describe_buckets():
         run.say(lines)
-    if isinstance(data.train, MixturePlan):
+    if isinstance(data.train, MixtureDataset):
         run.say(mixtures.describe(data.train, run.config.steps))
 
 
@@ -198,9 +198,9 @@ def train(
     more: list[Callback] = (
         [] if config.sample_every is None else [Samples(sample_of, every=config.sample_every)]
     )
-    if isinstance(data.train, MixturePlan):
+    if isinstance(data.train, MixtureDataset):
         more.append(mixtures.Epochs(data.train))
-        loss_fn = losses.per_source(training.loss_fn, [*data.train.plans])
+        loss_fn = losses.per_source(training.loss_fn, [*data.train.datasets])
         training = dataclasses.replace(training, loss_fn=loss_fn)
 
     def save(folder: Path, model: PyTree, metrics: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from jaxtyping import Array, PyTree
 
 from zoo.common import files
 from zoo.data.mixed_text import MixedText
-from zoo.data.mixtures import MixturePlan
+from zoo.data.mixtures import MixtureDataset
 from zoo.runs import evaluation, processes
 from zoo.runs.callbacks.callback import Callback, Loop
 from zoo.runs.config import Config
@@ -29,17 +29,17 @@ class Epochs(Callback):
 
     name = "sources"
 
-    def __init__(self, plan: MixturePlan):
-        self._plan = plan
+    def __init__(self, dataset: MixtureDataset):
+        self._dataset = dataset
 
     def on_step(
         self, loop: Loop, step: int, state: TrainState, metrics: Mapping[str, Array]
     ) -> dict[str, float]:
         """The sources' epochs and tokens after a step."""
         found = {}
-        for name, epochs in self._plan.epochs(step).items():
+        for name, epochs in self._dataset.epochs(step).items():
             found[f"{name}/epoch"] = epochs
-            found[f"{name}/tokens"] = epochs * self._plan.plans[name].corpus.num_tokens
+            found[f"{name}/tokens"] = epochs * self._dataset.datasets[name].corpus.num_tokens
         return found
 
 
@@ -49,14 +49,14 @@ def evaluator(run: Run[Config], loss_fn: LossFunction, data: MixedText) -> Evalu
     Each source's mean counts by its held-out tokens, not by a stage's weights: so the losses of a
     run's stages, and its bits per byte, can be compared. A source has bits per byte too.
     """
-    plans = {name: source.held_out for name, source in data.sources.items()}
-    first = evaluation.evaluator(run, loss_fn, next(iter(plans.values())))
-    means = {name: first.of(plan) for name, plan in plans.items()}
+    datasets = {name: source.held_out for name, source in data.sources.items()}
+    first = evaluation.evaluator(run, loss_fn, next(iter(datasets.values())))
+    means = {name: first.of(dataset) for name, dataset in datasets.items()}
 
     def evaluate(model: PyTree, whole: bool) -> dict[str, float]:
         result, total, targets = dict[str, float](), 0.0, 0
         for name, mean in means.items():
-            loss, count = mean(model, whole)["loss"], plans[name].corpus.num_positions
+            loss, count = mean(model, whole)["loss"], datasets[name].corpus.num_positions
             total, targets = total + loss * count, targets + count
             result[f"{name}/eval_loss"] = loss
             result[f"{name}/bits_per_byte"] = data.sources[name].bits_per_byte(loss)
@@ -71,7 +71,7 @@ def record(run: Run[Config], data: MixedText) -> None:
     Raises:
         RunError: a change of steps that are behind the run, or a record that is damaged or missing.
     """
-    assert isinstance(data.train, MixturePlan)
+    assert isinstance(data.train, MixtureDataset)
     if run.is_main:
         path, changes = run.folder / RECORD, list[Any]()
         stages = [stage._asdict() for stage in data.train.schedule.stages]
@@ -82,7 +82,7 @@ def record(run: Run[Config], data: MixedText) -> None:
             except (FileNotFoundError, ValueError) as error:
                 raise RunError(
                     f"{path} is missing or damaged ({error}), and the run has {step} steps behind "
-                    "it: put it back, as it has the weights of those steps"
+                    "it: put it back, as it has those steps' weights"
                 ) from error
             changes, first = old["changes"], first_difference(old, new)
             if first is not None:
@@ -119,15 +119,15 @@ def _weights(record: Mapping[str, Any], step: int) -> dict[str, float]:
     return {name: round(share / sum(shares), 4) for name, share in pairs}
 
 
-def describe(plan: MixturePlan, steps: int) -> str:
+def describe(dataset: MixtureDataset, steps: int) -> str:
     """Lines on the stages, and on how often the run reads each source."""
     lines = [
         f"from step {stage.start}: "
         + ", ".join(
             f"{name} {share / sum(stage.shares):.4g}"
-            for name, share in zip(plan.plans, stage.shares, strict=True)
+            for name, share in zip(dataset.datasets, stage.shares, strict=True)
         )
-        for stage in plan.schedule.stages
+        for stage in dataset.schedule.stages
     ]
-    epochs = ", ".join(f"{name} {value:.2f}" for name, value in plan.epochs(steps).items())
+    epochs = ", ".join(f"{name} {value:.2f}" for name, value in dataset.epochs(steps).items())
     return "\n".join([*lines, f"epochs of each source in {steps} steps: {epochs}"])

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Key, PyTree
 
 from zoo import sharding
-from zoo.data.plans import Plan
+from zoo.data.datasets import Dataset
 from zoo.nn.precision import Precision
 from zoo.nn.remat import Policy
 from zoo.training.compiled import CompiledStep
@@ -30,14 +30,14 @@ class Training:
     """From a model, a batch and a key to the summed loss, the summed weight and further sums."""
     optimizer: optax.GradientTransformation
     """Update rule, with its schedule."""
-    data: Plan
+    data: Dataset
     """Batch k as a function of k."""
-    evaluate: Evaluate | Plan
+    evaluate: Evaluate | Dataset
     """Held-out data, for the means of the loss function; or from a model to held-out metrics, and
     given True over the whole held-out part."""
     fingerprint: str = ""
     """Text that differs where the data do, with which a run refuses to resume; empty is the data's
-    own, `zoo.data.plans.fingerprint`."""
+    own, `zoo.data.datasets.fingerprint`."""
     schedule: optax.Schedule | None = None
     """The optimizer's learning rate by its updates, to be logged."""
     flops_per_token: float | None = None

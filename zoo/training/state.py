@@ -203,7 +203,7 @@ def described(tree: PyTree) -> dict[str, str]:
 
 
 def difference(found: Mapping[str, str], expected: Mapping[str, str]) -> str:
-    """The first entry that is not as expected, in words; "" where there is none."""
+    """The first entry that is not as expected, in words; "" where all are."""
     for name in {**expected, **found}:
         if (now := found.get(name, "absent")) != (was := expected.get(name, "absent")):
             return f"{name} is {now}, and has to be {was}"

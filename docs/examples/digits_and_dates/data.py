@@ -18,8 +18,8 @@ FIRST, LAST = datetime.date(1970, 1, 1), datetime.date(2029, 12, 31)
 class Data(NamedTuple):
     """Batches to train and to evaluate on, and a hash of all of it."""
 
-    train: zoo.Plan
-    held_out: zoo.Plan
+    train: zoo.Dataset
+    held_out: zoo.Dataset
     fingerprint: str
 
 
@@ -38,26 +38,26 @@ def digits(batch_size: int, seed: int) -> Data:
     train, held_out = np.split(order, [len(labels) * 4 // 5])
     train = train[: len(train) // batch_size * batch_size]
 
-    def plan(rows: np.ndarray, shuffle: bool) -> zoo.ArrayPlan:
+    def dataset(rows: np.ndarray, shuffle: bool) -> zoo.ArrayDataset:
         arrays = {"images": images[rows], "labels": labels[rows]}
-        return zoo.ArrayPlan(arrays, batch_size, seed, shuffle)
+        return zoo.ArrayDataset(arrays, batch_size, seed, shuffle)
 
     digest = hashlib.sha256(images.tobytes() + labels.tobytes())
-    return Data(plan(train, True), plan(held_out, False), digest.hexdigest())
+    return Data(dataset(train, True), dataset(held_out, False), digest.hexdigest())
 
 
 def dates(batch_size: int, seed: int) -> Data:
     """Days of sixty years as people write them, and in ISO 8601; each fifth day is held out."""
     days = [FIRST + datetime.timedelta(days=i) for i in range((LAST - FIRST).days + 1)]
-    train = DatePlan([day for i, day in enumerate(days) if i % 5], batch_size, seed)
-    held_out = DatePlan(days[::5], batch_size, seed=0)
+    train = DateDataset([day for i, day in enumerate(days) if i % 5], batch_size, seed)
+    held_out = DateDataset(days[::5], batch_size, seed=0)
     return Data(train, held_out, f"{FIRST} {LAST} {FORMATS}")
 
 
-class DatePlan:
+class DateDataset:
     """Random days, each in a random format: batch k is drawn from the seed and k alone.
 
-    It is a `zoo.Plan` by its members. `source` is int32[batch, 28]; `targets` are int32[batch, 10],
+    It is a `zoo.Dataset` by its members. `source` is int32[batch, 28], `targets` int32[batch, 10],
     and `prefix` is the same behind a start token and without its end.
     """
 

@@ -30,11 +30,11 @@ def main(network: str, folder: str) -> None:
         }[network],
         jax.random.key(0),
     )
-    model, plan = zoo.load(folder, like=like), read(batch_size, 0).held_out
+    model, dataset = zoo.load(folder, like=like), read(batch_size, 0).held_out
     step = zoo.make_eval_step(loss_fn, precision="fp32")
     sums: dict[str, float] = {}
-    for k in range(plan.batches_per_epoch):
-        for name, value in step(model, plan.batch(k))[1].items():
+    for k in range(dataset.batches_per_epoch):
+        for name, value in step(model, dataset.batch(k))[1].items():
             sums[name] = sums.get(name, 0.0) + float(value)
     weight = sums.pop("tokens")
     print(json.dumps({f"eval_{name}": total / weight for name, total in sums.items()}))

@@ -13,7 +13,7 @@ from jaxtyping import Array, PyTree
 
 from zoo.common import checksums
 from zoo.common.configuration import check_value, require
-from zoo.data.plans import Plan
+from zoo.data.datasets import Dataset
 from zoo.publishing import PublishError
 from zoo.publishing.formats import METRICS, README, WEIGHTS
 from zoo.publishing.models import save as save_model
@@ -235,13 +235,13 @@ def _is_better(value: float, best: float | None, mode: Mode) -> bool:
 class Evaluations(Callback):
     """Several evaluations by name: `{"name": evaluate}` adds `name/eval_loss` to the lines.
 
-    As in a `Training`, an `evaluate` is a plan, the result of `zoo.evaluator`, or a function.
+    As in a `Training`, an `evaluate` is a dataset, the result of `zoo.evaluator`, or a function.
     They run with the run's own evaluation.
     """
 
     name = "evaluations"
 
-    def __init__(self, evaluations: Mapping[str, Evaluate | Plan]):
+    def __init__(self, evaluations: Mapping[str, Evaluate | Dataset]):
         self._given = dict(evaluations)
         self._evaluations: dict[str, Evaluate] = {}
 

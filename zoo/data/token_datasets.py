@@ -1,4 +1,4 @@
-"""Plans over tokens: documents packed into rows, or padded to the length of a bucket."""
+"""Datasets over tokens: documents packed into rows, or padded to the length of a bucket."""
 
 import bisect
 import functools
@@ -20,6 +20,7 @@ from jaxtyping import Int32, Integer
 from zoo.common import checksums
 from zoo.common.files import local_path, made_once
 from zoo.data.corpus import Corpus, Piece
+from zoo.data.datasets import HostBatch, Row, SeededDataset, hashed_integer
 from zoo.data.packing import (
     Held,
     RowIndex,
@@ -30,7 +31,6 @@ from zoo.data.packing import (
     fill_batches,
     write_index,
 )
-from zoo.data.plans import HostBatch, Row, SeededPlan, hashed_integer
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +45,13 @@ TOKEN_BATCH = {
 Ends = int | tuple[int | None, int | None]  # a separator, or a begin and an end; None is no token
 
 
-def check_ids(plan: Any, vocab_size: int) -> None:
-    """Raise a ValueError where tokens of a plan are not ids of a model with `vocab_size` of them.
+def check_ids(dataset: Any, vocab_size: int) -> None:
+    """Raise a ValueError where a dataset's tokens are not ids of a model with `vocab_size` of them.
 
-    Those of documents lie within their corpus' vocabulary; arrays are searched. A plan that has
+    Those of documents lie within their corpus' vocabulary; arrays are searched. A dataset that has
     neither is not checked.
     """
-    corpus, tokens = getattr(plan, "corpus", None), getattr(plan, "arrays", {}).get("tokens")
+    corpus, tokens = getattr(dataset, "corpus", None), getattr(dataset, "arrays", {}).get("tokens")
     if corpus is not None and corpus.vocab_size > vocab_size:
         raise ValueError(
             f"the data has vocab_size={corpus.vocab_size}, and the model vocab_size={vocab_size}: "
@@ -65,7 +65,7 @@ def check_ids(plan: Any, vocab_size: int) -> None:
         )
 
 
-class TokenPlan(SeededPlan):
+class TokenDataset(SeededDataset):
     """Batches of token rows [batch, seq] (see `TOKEN_BATCH`), each made of pieces of documents.
 
     Each document begins and ends with the separator, or with the first and the second of a pair
@@ -123,7 +123,7 @@ class TokenPlan(SeededPlan):
         return self.row_pieces(epoch, index) if index < self.num_rows else []
 
     def describe_buckets(self) -> str:
-        """One line per bucket, of the plans that have several; else none."""
+        """One line per bucket, of the datasets that have several; else none."""
         return ""
 
     def row(self, bucket: int) -> Row:
@@ -167,7 +167,7 @@ class TokenPlan(SeededPlan):
         return ids
 
 
-class PackedPlan(TokenPlan):
+class PackedDataset(TokenDataset):
     """Rows of `seq_len` tokens, packed with documents, which are the row's segments.
 
     All documents, each with its begin and its end, in the order of the corpus, are a circle of
@@ -230,7 +230,7 @@ class PackedPlan(TokenPlan):
         return pieces + (self.corpus.pieces(0, rest) if (rest := begin + length - last) else [])
 
 
-class BucketPlan(TokenPlan):
+class BucketedDataset(TokenDataset):
     """One document per row, padded to the smallest bucket that holds it and its separator.
 
     In each epoch the rows of a bucket are permuted and grouped into batches, and the batches of
@@ -239,7 +239,7 @@ class BucketPlan(TokenPlan):
 
     A document too long for the largest bucket is an error, is truncated, or is split into rows.
     The rows are found once, and kept on disk: in the folder `cache`, or else in a temporary one
-    that goes with the plan.
+    that goes with the dataset.
     """
 
     def __init__(
@@ -330,8 +330,8 @@ def _warn(left_out: list[str]) -> None:
         logger.warning("%s; they are left out", message)
 
 
-class LabelledPlan(BucketPlan):
-    """The rows of a `BucketPlan` for a classifier, each with its document's label.
+class LabelledDataset(BucketedDataset):
+    """The rows of a `BucketedDataset` for a classifier, each with its document's label.
 
     A batch has `inputs`, int32[batch, seq], a separator and then the tokens; `mask`,
     bool[batch, seq], False at padding; `labels`, int32[batch]; and `weights`, float32[batch]: 1,
@@ -353,7 +353,7 @@ class LabelledPlan(BucketPlan):
         self._fillers = {bucket: self._others(bucket, held) for bucket, held in self._last.items()}
 
     def _others(self, bucket: int, batch: list[Held]) -> list[tuple[int, int]]:
-        """Rows that may stand in the places of a batch, in the order of the choice."""
+        """Rows that the places of a batch may take, in the order of the choice."""
         counts = self._rows.counts
         fitting = ((b, i) for b in range(bucket, -1, -1) for i in range(counts[b]))
         first = list(itertools.islice(fitting, 2 * self.batch_size))
@@ -386,7 +386,7 @@ class LabelledPlan(BucketPlan):
         epoch, number = divmod(k, self.batches_per_epoch)
         places = [number * self.batch_size + row for row in rows]
         labels = [self.labels[self.row_pieces(epoch, place)[0].document] for place in places]
-        weights = [bool(super(LabelledPlan, self).row_pieces(epoch, place)) for place in places]
+        weights = [bool(super(LabelledDataset, self).row_pieces(epoch, place)) for place in places]
         return {
             "inputs": batch["tokens"],
             "mask": batch["segment_ids"] > 0,

@@ -1,4 +1,4 @@
-"""Plans over stored parts: the same batches as over the same documents in one shard."""
+"""Datasets over stored parts: the same batches as over the same documents in one shard."""
 
 import concurrent.futures
 import itertools
@@ -9,13 +9,13 @@ import pytest
 from prepared_parts import LENGTHS, SEPARATOR, make_parts
 
 from zoo.common import files
-from zoo.data import packing, token_plans
+from zoo.data import packing, token_datasets
 
 BUCKETS = (8, 16, 32)
 
 
 @pytest.fixture
-def make_plan(tmp_path, kind):
+def make_dataset(tmp_path, kind):
     folders = itertools.count()
 
     def make(lengths=LENGTHS, batch_size=4, seed=0, in_one_shard=False, ends=SEPARATOR, **options):
@@ -24,10 +24,10 @@ def make_plan(tmp_path, kind):
         (part, _), (corpus, _) = make_parts(folder, lengths, frame=frame)
         if kind == "packed":
             documents = corpus if in_one_shard else part
-            return token_plans.PackedPlan(documents, ends, 16, batch_size, seed, **options)
+            return token_datasets.PackedDataset(documents, ends, 16, batch_size, seed, **options)
         options = {"too_long": "split", "cache": tmp_path / "cache"} | options
         documents = corpus if in_one_shard else part
-        return token_plans.BucketPlan(documents, ends, BUCKETS, batch_size, seed, **options)
+        return token_datasets.BucketedDataset(documents, ends, BUCKETS, batch_size, seed, **options)
 
     return make
 
@@ -37,9 +37,9 @@ bucketed = pytest.mark.parametrize("kind", ["bucketed"])
 packed = pytest.mark.parametrize("kind", ["packed"])
 
 
-def epoch_of(plan, epoch=0):
-    first = epoch * plan.batches_per_epoch
-    return [plan.batch(k) for k in range(first, first + plan.batches_per_epoch)]
+def epoch_of(dataset, epoch=0):
+    first = epoch * dataset.batches_per_epoch
+    return [dataset.batch(k) for k in range(first, first + dataset.batches_per_epoch)]
 
 
 def assert_equal(batch, other):
@@ -55,7 +55,7 @@ def random_lengths(seed):
 
 @both
 @pytest.mark.parametrize("ends", [SEPARATOR, (None, 298), (297, None), (None, None), (297, 298)])
-def test_rows_are_those_in_one_shard(make_plan, ends):
+def test_rows_are_those_in_one_shard(make_dataset, ends):
     """Both cut the same documents at the same places, in the same order."""
     for seed in range(4):
         options = {
@@ -65,43 +65,47 @@ def test_rows_are_those_in_one_shard(make_plan, ends):
             "ends": ends,
         }
         for batch_size in (1, 4):
-            plan = make_plan(batch_size=batch_size, **options)
-            wanted = make_plan(batch_size=batch_size, in_one_shard=True, **options)
+            dataset = make_dataset(batch_size=batch_size, **options)
+            wanted = make_dataset(batch_size=batch_size, in_one_shard=True, **options)
             for name in ("batches_per_epoch", "num_rows", "buckets", "padding_waste"):
-                assert getattr(plan, name) == pytest.approx(getattr(wanted, name)), name
-            assert plan.describe_buckets() == wanted.describe_buckets()
-            for k in range(2 * plan.batches_per_epoch):
-                assert plan.bucket(k) == wanted.bucket(k)
-                assert_equal(plan.batch(k), wanted.batch(k))
+                assert getattr(dataset, name) == pytest.approx(getattr(wanted, name)), name
+            assert dataset.describe_buckets() == wanted.describe_buckets()
+            for k in range(2 * dataset.batches_per_epoch):
+                assert dataset.bucket(k) == wanted.bucket(k)
+                assert_equal(dataset.batch(k), wanted.batch(k))
 
 
 @packed
-def test_rows_are_cut_elsewhere_in_each_epoch(make_plan):
-    plan = make_plan([400] * 4)
+def test_rows_are_cut_elsewhere_in_each_epoch(make_dataset):
+    dataset = make_dataset([400] * 4)
     cuts = [
-        {piece.start % 16 for row in range(plan.num_rows) for piece in plan.row_pieces(epoch, row)}
+        {
+            piece.start % 16
+            for row in range(dataset.num_rows)
+            for piece in dataset.row_pieces(epoch, row)
+        }
         for epoch in range(4)
     ]
     assert len({frozenset(cut) for cut in cuts}) > 2
 
 
 @bucketed
-def test_the_index_of_rows_is_made_once(make_plan, tmp_path, monkeypatch):
-    wanted = epoch_of(make_plan())
+def test_the_index_of_rows_is_made_once(make_dataset, tmp_path, monkeypatch):
+    wanted = epoch_of(make_dataset())
     entries = sorted((tmp_path / "cache" / "rows").rglob("index.rows"))
     assert len(entries) == 1
     with monkeypatch.context() as patch:
-        patch.setattr("zoo.data.token_plans.write_index", None)
-        for batch, other in zip(epoch_of(make_plan()), wanted, strict=True):
+        patch.setattr("zoo.data.token_datasets.write_index", None)
+        for batch, other in zip(epoch_of(make_dataset()), wanted, strict=True):
             assert_equal(batch, other)
-    make_plan(too_long="truncate")
-    make_plan(LENGTHS[1:])
+    make_dataset(too_long="truncate")
+    make_dataset(LENGTHS[1:])
     assert len(sorted((tmp_path / "cache" / "rows").rglob("index.rows"))) == 3
     content = bytearray(entries[0].read_bytes())
     content[17] ^= 1
     entries[0].write_bytes(content)
     with pytest.raises(ValueError, match=f"index.rows: block 0 .*remove {entries[0].parent}"):
-        epoch_of(make_plan())
+        epoch_of(make_dataset())
 
 
 def test_a_way_with_long_documents_that_there_is_not(tmp_path):
@@ -111,15 +115,15 @@ def test_a_way_with_long_documents_that_there_is_not(tmp_path):
 
 
 def test_left_over_rows_fill_larger_buckets():
-    assert token_plans.fill_batches([5, 0, 9], 4) == (
+    assert token_datasets.fill_batches([5, 0, 9], 4) == (
         [1, 0, 3],
         {2: [(2, 8), (0, 4), None, None]},
     )
-    assert token_plans.fill_batches([7, 6], 4) == (
+    assert token_datasets.fill_batches([7, 6], 4) == (
         [2, 2],
         {1: [(1, 4), (1, 5), None, None], 0: [(0, 4), (0, 5), (0, 6), None]},
     )
-    assert token_plans.fill_batches([8, 4], 4) == ([2, 1], {})
+    assert token_datasets.fill_batches([8, 4], 4) == ([2, 1], {})
 
 
 def test_a_folder_is_made_once_while_others_wait(tmp_path):

@@ -1,4 +1,4 @@
-"""Plans: batch k as a pure function of the data, the plan's arguments and k.
+"""Datasets: batch k as a pure function of the data, the dataset's arguments and k.
 
 So all processes of a run agree on it without communication, any number of processes makes the same
 batches, and the integer k is all that a run needs to resume.
@@ -46,16 +46,16 @@ def check_row_lengths(lengths: Mapping[str, tuple[int, ...]], mesh: Mesh) -> Non
             )
 
 
-def check_memory(plan: "Plan") -> None:
+def check_memory(dataset: "Dataset") -> None:
     """Raise a ValueError where this process' rows of a batch do not fit the machine's memory."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for bucket in plan.buckets:
-        row = plan.row(bucket).values()
+    for bucket in dataset.buckets:
+        row = dataset.row(bucket).values()
         bytes_per_row = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in row)
-        size = plan.batch_size * bytes_per_row // jax.process_count()
+        size = dataset.batch_size * bytes_per_row // jax.process_count()
         if size > memory:
             raise ValueError(
-                f"batch_size={plan.batch_size}: a batch of so many rows ({bytes_per_row:,} bytes "
+                f"batch_size={dataset.batch_size}: a batch of these rows ({bytes_per_row:,} bytes "
                 f"each) has {size / 2**30:,.1f} GiB, and this machine {memory / 2**30:,.1f}: take "
                 "fewer rows, or shorter ones (data.seq_len, data.buckets)"
             )
@@ -67,7 +67,7 @@ def _described(mesh: Mesh | Layout | None) -> str:
 
 
 @runtime_checkable
-class Plan(Protocol):
+class Dataset(Protocol):
     """The data of `zoo.fit` and `zoo.evaluator`: a pure function from k to batch k.
 
     Any object with these members is one; it subclasses nothing. Threads call `batch`, and each
@@ -87,7 +87,7 @@ class Plan(Protocol):
     def buckets(self) -> tuple[int, ...]:
         """The keys of its batches' shapes, ascending: for tokens, the sequence lengths.
 
-        The step is compiled once for each. A plan of one shape has one, of any number.
+        The step is compiled once for each. A dataset of one shape has one, of any number.
         """
 
     @property
@@ -107,49 +107,50 @@ class Plan(Protocol):
         """
 
 
-def check_plan(plan: Any) -> None:
-    """Raise a TypeError that names the members that a plan lacks."""
+def check_dataset(dataset: Any) -> None:
+    """Raise a TypeError that names the members that a dataset lacks."""
     names = ("unit", "batch_size", "buckets", "batches_per_epoch", "row", "batch")
-    if missing := [name for name in names if not hasattr(plan, name)]:
+    if missing := [name for name in names if not hasattr(dataset, name)]:
         raise TypeError(
-            f"{type(plan).__name__} has no {', '.join(missing)}: a zoo.Plan has {', '.join(names)}"
+            f"{type(dataset).__name__} has no {', '.join(missing)}: "
+            f"a zoo.Dataset has {', '.join(names)}"
         )
 
 
-def fingerprint(plan: Plan) -> str:
+def fingerprint(dataset: Dataset) -> str:
     """A hash by which a run refuses other data at a resume.
 
-    It is the plan's own `fingerprint`, or else of its shape and of 8 batches, evenly spaced over an
-    epoch.
+    It is the dataset's own `fingerprint`, or one of its shape and of 8 batches, evenly spaced over
+    an epoch.
     """
-    if (own := getattr(plan, "fingerprint", None)) is not None:
+    if (own := getattr(dataset, "fingerprint", None)) is not None:
         return str(own)
-    rows, count = slice(0, plan.batch_size), plan.batches_per_epoch
-    batches = [plan.batch(k, rows) for k in sorted({i * count // 8 for i in range(8)})]
+    rows, count = slice(0, dataset.batch_size), dataset.batches_per_epoch
+    batches = [dataset.batch(k, rows) for k in sorted({i * count // 8 for i in range(8)})]
     arrays = (x for batch in batches for named in sorted(batch.items()) for x in named)
-    return checksums.of_values([plan.batch_size, plan.buckets, count, *arrays])
+    return checksums.of_values([dataset.batch_size, dataset.buckets, count, *arrays])
 
 
 def batch_shapes(
-    plan: Plan, mesh: Mesh | Layout | None = None
+    dataset: Dataset, mesh: Mesh | Layout | None = None
 ) -> dict[int, dict[str, jax.ShapeDtypeStruct]]:
     """The batch of each bucket as shapes, dtypes and shardings, to compile for in advance.
 
     Raises:
-        TypeError: a plan that lacks a member.
+        TypeError: a dataset that lacks a member.
         ValueError: the mesh does not divide the batch size.
     """
-    check_plan(plan)
-    check_batch_size(plan.batch_size, mesh)
+    check_dataset(dataset)
+    check_batch_size(dataset.batch_size, mesh)
     layout = layout_of(mesh)
 
     def struct(shape: tuple[int, ...], dtype: type) -> jax.ShapeDtypeStruct:
         placed = None if layout.mesh is None else batch_sharding(layout, 1 + len(shape))
-        return jax.ShapeDtypeStruct((plan.batch_size, *shape), dtype, sharding=placed)
+        return jax.ShapeDtypeStruct((dataset.batch_size, *shape), dtype, sharding=placed)
 
     return {
-        bucket: {name: struct(*row) for name, row in plan.row(bucket).items()}
-        for bucket in plan.buckets
+        bucket: {name: struct(*row) for name, row in dataset.row(bucket).items()}
+        for bucket in dataset.buckets
     }
 
 
@@ -250,8 +251,8 @@ def _shifted(half, by, modulus: int):
     return (half + (by * modulus >> 32)) % modulus
 
 
-class SeededPlan(abc.ABC):
-    """A `Plan` of data with an end, which it shuffles anew in each epoch.
+class SeededDataset(abc.ABC):
+    """A `Dataset` of data with an end, which it shuffles anew in each epoch.
 
     Orders are computed place by place, and not stored: they take no memory and no time at a start.
     `padding_waste` is the fraction of an epoch's positions that are padding.
@@ -308,7 +309,7 @@ class SeededPlan(abc.ABC):
         return Permutation(size, (self.seed, epoch, what))
 
 
-class ArrayPlan(SeededPlan):
+class ArrayDataset(SeededDataset):
     """Rows of arrays [rows, …], such as features and labels, permuted in each epoch.
 
     A batch has the arrays by name, and `weights`, float32[batch]: 1, or 0 for the rows that fill up
