@@ -7,6 +7,7 @@ import tyro
 import xxhash
 
 from zoo.data.corpus import remedy
+from zoo.data.prepared.engines import Engine
 from zoo.data.prepared.format import (
     MANIFEST,
     SOURCES,
@@ -31,6 +32,7 @@ def main(
     held_out: float = 0.05,
     special_tokens: Reading = "text",
     workers: int | None = None,
+    engine: Engine = "processes",
     shard_megabytes: float = 64.0,
 ) -> None:
     """Tokenize a corpus of any size once, into a folder that recipes read.
@@ -49,6 +51,7 @@ def main(
         special_tokens: Reading of special tokens' names in the text, such as <|im_end|>: parse, as
             those tokens; or text, as plain characters.
         workers: Processes side by side; by default one per core.
+        engine: Processes of this machine, or tasks of Ray (RAY_ADDRESS names a cluster).
         shard_megabytes: Size of the text of a shard.
     """
     manifest = prepare(
@@ -61,6 +64,7 @@ def main(
         special_tokens=special_tokens,
         shard_megabytes=shard_megabytes,
         workers=workers,
+        engine=engine,
         show=True,
     )
     print(summary(manifest, out))

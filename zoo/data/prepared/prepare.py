@@ -3,29 +3,23 @@
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import hashlib
 import json
 import logging
-import multiprocessing
 import os
-import signal
-import sys
 import tempfile
-import threading
-import types
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import connection
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 
 from zoo.common import files
 from zoo.common.addresses import Location, explained, is_remote, location
 from zoo.common.files import Transfer
-from zoo.data.prepared import copies, hashes
+from zoo.data.prepared import copies, engines, hashes
+from zoo.data.prepared.engines import Engine
 from zoo.data.prepared.format import (
     MANIFEST,
     RECORD,
@@ -45,8 +39,6 @@ from zoo.data.prepared.tokenizing import Spec, Tokenized, key_of, prepare_shard
 from zoo.data.rows import RowOptions
 from zoo.data.splits import Given, Split, plan_splits, read_split, sample_texts
 from zoo.data.tokenizer import BPETokenizer, Reading, begin_id, get_tokenizer, load_tokenizer
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +61,7 @@ def prepare(
     without: Set[bytes] = frozenset(),
     shard_megabytes: float = 64.0,
     workers: int | None = None,
+    engine: Engine = "processes",
     show: bool = False,
 ) -> Manifest:
     """Prepare the corpus of the files `data` in `folder`, or finish it after a kill.
@@ -81,11 +74,11 @@ def prepare(
     Documents may have a `label`, in a field of that name; what makes `rows` of a format into
     examples is given in their place. `special_tokens` is the reading of their names in the text: if
     None, text for chats, and parse for rows of texts. The result does not depend on the
-    `workers` (default: one per core) nor on kills; a process that comes while another one prepares
-    the same folder waits for it. A file is known by its name, its size and its `Piece.version`: an
-    unfinished corpus takes up changed ones, and a finished one of other files is refused. `show`
-    shows a progress bar. If `folder` is an address, the corpus is written into a folder of the
-    cache first, and its shards are copied up, the manifest last.
+    `workers` (default: one per core), the `engine` or kills; a process that comes while another
+    one prepares the same folder waits for it. A file is known by its name, its size and its
+    `Piece.version`: an unfinished corpus takes up changed ones, a finished one of other files is
+    refused. `show` shows a progress bar. If `folder` is an address, the corpus is written into a
+    folder of the cache first, and its shards are copied up, the manifest last.
 
     Raises:
         FileNotFoundError, ImportError, ValueError: as `plan_splits` and `read_split`; or the folder
@@ -139,7 +132,8 @@ def prepare(
             files.sync(local)
         count = workers or len(os.sched_getaffinity(0))
         address = str(out) if is_remote(out) else None
-        manifest = _passes(splits, options, without, count, local, address, show=show)
+        run = functools.partial(engines.run, workers=count, engine=engine)
+        manifest = _passes(splits, options, without, run, local, address, show=show)
         manifest = dataclasses.replace(manifest, files=state)
         if is_remote(out):
             with explained(out):
@@ -155,7 +149,7 @@ def _passes(
     splits: Sequence[Split | Given],
     options: dict[str, Any],
     without: Set[bytes],
-    workers: int,
+    run: Callable[..., Iterator[Any]],
     out: Path,
     address: str | None,
     *,
@@ -181,12 +175,12 @@ def _passes(
     with Transfer("tokenizing" if show else "", sum(s.num_bytes for s in splits)) as bar:
         shards: list[Tokenized] = [None] * len(splits)  # type: ignore[list-item]
         work = [(split, number, spec, out) for number, split in enumerate(splits)]
-        for number, done in run(prepare_shard, work, workers):
+        for number, done in run(prepare_shard, work):
             shards[number] = done
             bar.add(splits[number].num_bytes)
         cuts = hashes.slices(sum(shard.documents for shard in shards))
         ranges = [(i, *cut, len(shards), out) for i, cut in enumerate(cuts)]
-        across = sum(found for _, found in run(hashes.find_duplicates, ranges, workers))
+        across = sum(found for _, found in run(hashes.find_duplicates, ranges))
         limit = _limit(shards, options, splits[0].names[0])
         forms = {shard.form: shard for shard in shards if shard.documents + shard.duplicates}
         if len(forms) > 1:
@@ -197,7 +191,7 @@ def _passes(
         labels = [[number_of[label] for label in shard.labels] for shard in shards]
         frame = 0 if first.framed else frame
         parts = [(i, limit, len(cuts), frame, without, labels[i], out) for i in range(len(shards))]
-        records = dict(run(hashes.write_parts, parts, workers))
+        records = dict(run(hashes.write_parts, parts))
         if label is not None:
             _check_classes(label, classes, len(shards), out)
         if address is not None:
@@ -391,54 +385,3 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def run(function: Callable[..., T], tasks: Sequence[tuple[Any, ...]], workers: int) -> Iterator[T]:
-    """The results of `function(*task)`, in the order in which they end; one worker is this process.
-
-    Raises:
-        ChildProcessError: a worker was killed.
-    """
-    workers = min(workers, len(tasks))
-    if workers <= 1:
-        for task in tasks:
-            yield function(*task)
-        return
-    context = multiprocessing.get_context("spawn")  # a fork would copy the threads of JAX
-    executor = ProcessPoolExecutor(workers, context, initializer=_begin_worker)
-    try:
-        with _without_main():
-            futures = [executor.submit(function, *task) for task in tasks]
-        for future in as_completed(futures):
-            yield future.result()
-    except BrokenProcessPool:
-        raise ChildProcessError(
-            "a worker was killed, perhaps for want of memory: the same command keeps the "
-            "finished shards; fewer --workers need less"
-        ) from None
-    finally:
-        executor.shutdown(cancel_futures=True)
-
-
-def _begin_worker() -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a worker per core
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent process has the words
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    connection.wait([parent.sentinel])
-    os._exit(1)
-
-
-@contextlib.contextmanager
-def _without_main() -> Iterator[None]:
-    """A context in which spawned processes do not import the program, which may import JAX."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
