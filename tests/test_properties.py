@@ -184,7 +184,7 @@ def test_datasets_give_each_token_once(options: settings):
 
 # Meshes
 
-AXES = ("data", "fsdp", "tensor")  # the others are in test_context and test_moe
+AXES = ("data", "fsdp", "tensor")  # the others are in test_context_parallel and test_moe
 SIZES = [
     (data, fsdp, tensor)
     for data in range(1, 9)

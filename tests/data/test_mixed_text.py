@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 from prepared_parts import make_parts, reading
-from test_sources import web, write_parquet
+from test_formats import web, write_parquet
 
 from zoo import text
 from zoo.common.addresses import location

@@ -45,8 +45,9 @@ def replacing(folder: Path | str) -> Iterator[Path | None]:
             )
         found = {*store.names()}
         known = {SAVING, *json.loads(store.read(SAVING) or "[]")}
+        content = store.read(checksums.NAME) or b""  # an AddressError is a ValueError too
         with contextlib.suppress(ValueError):  # a damaged list
-            known |= checksums.parse(store.read(checksums.NAME) or b"").keys()
+            known |= checksums.parse(content).keys()
         where, making = store.address, _uploading(store)
     else:
         local = files.local_path(folder, "folder").absolute()

@@ -1,4 +1,4 @@
-"""A data plan of a user's own: any object with the members of `zoo.Dataset`."""
+"""Datasets: of a user's own, which is any object with the members of `zoo.Dataset`."""
 
 import equinox as eqx
 import jax
@@ -16,7 +16,7 @@ from zoo.runs.config import Config
 
 
 class Endless:
-    """A user's own plan, which subclasses nothing: rows made up on demand, of two lengths."""
+    """A user's own dataset, which subclasses nothing: rows made up on demand, of two lengths."""
 
     unit = "tokens"
     batch_size = 4
@@ -65,7 +65,7 @@ def fit_endless(folder, steps):
         checkpoint_every=2,
         compilation_cache=None,
     )
-    plan = Endless()
+    dataset = Endless()
     with zoo.Run(config) as run:
         state, result = zoo.fit(
             run,
@@ -73,19 +73,19 @@ def fit_endless(folder, steps):
                 make_model=Bigram,
                 loss_fn=losses.next_token,
                 optimizer=optax.adam(1e-2),
-                data=plan,
+                data=dataset,
                 evaluate=zoo.evaluator(run, losses.next_token, Endless()),
             ),
         )
-    return state, result, plan
+    return state, result, dataset
 
 
 def test_a_dataset_of_ones_own_trains_on_a_mesh_and_resumes(tmp_path, monkeypatch):
     monkeypatch.setattr(recorder, "plot_curves", lambda *paths: None)
     assert isinstance(Endless(), zoo.Dataset)
-    whole, result, plan = fit_endless(tmp_path / "whole", 6)
-    assert {k for k, *_ in plan.asked} == set(range(6))
-    assert {tuple(rows) for _, *rows in plan.asked} == {(0, 2), (2, 4)}
+    whole, result, dataset = fit_endless(tmp_path / "whole", 6)
+    assert {k for k, *_ in dataset.asked} == set(range(6))
+    assert {tuple(rows) for _, *rows in dataset.asked} == {(0, 2), (2, 4)}
     fit_endless(tmp_path / "parts", 4)
     resumed, again, rest = fit_endless(tmp_path / "parts", 6)
     assert {k for k, *_ in rest.asked} == {4, 5}
