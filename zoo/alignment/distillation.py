@@ -162,7 +162,7 @@ class Data(text.Source):
 
 @dataclass(frozen=True, kw_only=True)
 class Config(language.Config):
-    """The fields of distillation: those of a language model's recipe, and a teacher."""
+    """The fields of a language model's recipe, and a teacher."""
 
     teacher: str = "lm-python"
     """Teacher: a name on the shelf, a run's folder, a model's or one of adapters, or a hub id."""

@@ -137,7 +137,7 @@ def check_ids(name: str, ids: Collection[int], vocab_size: int | None) -> None:
     for token in ids:
         require(
             0 <= token < (vocab_size or 0),
-            f"{name} has the id {token}: those of vocab_size={vocab_size} are below it, from 0",
+            f"{name} has the id {token}: ids are from 0 to below vocab_size={vocab_size}",
         )
 
 

@@ -41,7 +41,7 @@ class Function(NamedTuple):
 
 
 def python_bodies(documents: Sequence[Document] | None = None) -> list[dict[str, Any]]:
-    """Multiple choice: the body of a function, among those of three others of similar length.
+    """Multiple choice: the body of a function, among the bodies of three others of similar length.
 
     The prompt is the signature up to its last word, where tokenizers cut too, and each choice the
     rest of that line and a body.

@@ -347,7 +347,7 @@ def read_method(found: Any, where: str, quantize: str | None = None) -> Method:
         kind = "bitsandbytes"  # of the time when it was the only one
     if not isinstance(kind, str) or kind not in METHODS:
         raise PublishError(
-            f"{where}: weights quantised by quant_method={kind!r} are not read, only those of "
+            f"{where}: weights quantised by quant_method={kind!r} are not read, only "
             f"{', '.join(METHODS)}; {INSTEAD}"
         )
     if quantize is not None:

@@ -70,7 +70,7 @@ def read_sampling(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 def describe_ids(
     config: Any, tokenizer: Any, values: Mapping[str, Any], generation: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The token ids of `config.json`: those of the folder that the model came from, as it has them.
+    """The token ids of `config.json`: the ones of the folder that the model came from, as they are.
 
     `values` and `generation` are that folder's files. What they do not say is the tokenizer's; the
     ends of a text are the model's own, in the form that the files have if they are the same.

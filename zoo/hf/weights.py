@@ -85,7 +85,7 @@ def _read_index(folder: Path) -> dict[str, str]:
     try:
         index = json.loads(path.read_text())["weight_map"]
         if not all(isinstance(x, str) for pair in index.items() for x in pair) or not index:
-            raise ValueError("weight_map has to map the names of tensors to those of files")
+            raise ValueError("weight_map has to map names of tensors to names of files")
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise PublishError(f"{path} is damaged: {error!r}") from error
     for name, file in index.items():

@@ -75,7 +75,7 @@ def scheme_of(precision: Precision | str) -> Scheme | None:
 
 
 def compute_dtype(precision: Precision | str) -> Any:
-    """The dtype of activations, and of products but for those of a `Scheme`.
+    """The dtype of activations, and of products other than a `Scheme`'s.
 
     Raises:
         ValueError: another name.

@@ -61,7 +61,7 @@ def moved(model: PyTree, errors: PyTree) -> Any:
 
 
 def is_kept(x: Any) -> bool:
-    """Whether a node of a model has dtypes of its own, whatever those of the parameters are.
+    """Whether a node of a model has dtypes of its own, whatever the parameters' are.
 
     So have a `LoadBias`, in float32, and an `eqx.nn.State`: small steps of theirs would be lost.
     """

@@ -169,7 +169,7 @@ def _is_updated(parameter: Instruction) -> bool:
 
 
 def flops(instruction: Instruction, of: str = "") -> float:
-    """FLOPs of an instruction, of a fusion those of all that is in it: two per multiply and add.
+    """FLOPs of an instruction, or of all instructions in a fusion: two per multiply and add.
 
     TPUs write a product as a convolution. Kernels are left out: the text says nothing of them.
     `of` is a type of HLO's, such as "s8", that the operands of the products counted have.

@@ -68,7 +68,7 @@ class Part:
     bytes: float
     """On one device."""
     kinds: tuple[str, ...]
-    """Their dtypes, or the kinds of quantised matrices; those of the most bytes first."""
+    """Their dtypes, or the kinds of quantised matrices; the ones of the most bytes first."""
 
 
 @dataclass(frozen=True)

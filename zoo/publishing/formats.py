@@ -108,7 +108,7 @@ class Format(abc.ABC):
     config = CONFIG
     """The file that describes the model."""
     has_checksums = False
-    """Whether a folder without checksums is damaged; those of others are verified where given."""
+    """Whether a folder without checksums is damaged; others verify the checksums that are there."""
 
     @abc.abstractmethod
     def describes(self, folder: Path) -> bool:

@@ -210,7 +210,7 @@ def fetched(address: object) -> Path:
         with contextlib.suppress(_ChangedError):
             return files.made_once(listing.cached, functools.partial(_fetch, listing), "cache")
     raise PublishError(
-        f"{listing.store.address} is damaged, or was being replaced: its files are not those of "
+        f"{listing.store.address} is damaged, or was being replaced: its files do not match "
         f"its {checksums.NAME}. `python -m zoo verify {address}` names them; publish the model "
         "again"
     )

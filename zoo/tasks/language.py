@@ -34,7 +34,7 @@ Published = Callable[[PyTree], PyTree]  # from a model in training to the one th
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
-    """The fields of every language model's recipe: those of a run, text, an optimizer, a sample."""
+    """The fields of every language model's recipe: a run's, text, an optimizer, a sample."""
 
     sample_tokens: int = may_differ(256)
     """Tokens of the sample at the end."""
@@ -59,7 +59,7 @@ class Config(RunConfig):
 
 
 def check_samples(config: Any, *, label: str | None = None) -> None:
-    """Raise a ValueError for a configuration's samples out of range, or those of a classifier."""
+    """Raise a ValueError for a configuration's samples out of range, or a classifier's samples."""
     tokens, every = config.sample_tokens, config.sample_every
     require(tokens >= 0, f"sample_tokens={tokens}: must not be negative; 0 is no sample")
     require(every is None or every >= 1, f"sample_every={every}: must be at least 1")
@@ -133,8 +133,8 @@ def say_what_there_is(run: Run[RunConfig], data: text.Text) -> None:
             run.say(found)
     if data.prepared is not None:
         run.say(
-            f"they are those of {data.prepared.folder}, in {data.tokenizer.vocab_size:,} ids of "
-            "its tokenizer"
+            f"tokens from {data.prepared.folder}, with its tokenizer of "
+            f"{data.tokenizer.vocab_size:,} ids"
         )
     if lines := data.train.describe_buckets():
         run.say(lines)

@@ -27,7 +27,7 @@ class Chip:
     interconnect: float | None = None
     """Bytes per second that the device sends to others of its slice, over all of its links."""
     network: float | None = None
-    """Bytes per second that the device sends to those of other slices, or of other machines."""
+    """Bytes per second that the device sends to other slices, or to other machines."""
     int8: float | None = None
     """Peak of dense products of int8, op/s."""
     links: int = 0

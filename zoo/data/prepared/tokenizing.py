@@ -57,7 +57,7 @@ class Spec:
     special_tokens: Reading | None = "text"
     """If not given, text for chats, and parse for rows of texts."""
     functions: int | None = None
-    """A document is a function; those of files with a hash below this are held out."""
+    """A document is a function; functions of files with a hash below this are held out."""
     cut: int | None = None
     """Characters of the only document that are trained on; the rest is held out."""
     label: str | None = None

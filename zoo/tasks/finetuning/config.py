@@ -58,7 +58,7 @@ WEIGHT_DECAYS = {"full": 0.01, "lora": 0.0}
 
 @dataclass(frozen=True)
 class Optimizer(optimizers.Config):
-    """An optimizer whose rate and decay are those of the method, where none are given."""
+    """An optimizer whose rate and decay default to the method's."""
 
     learning_rate: float | None = None  # type: ignore[assignment]
     """Peak learning rate; if not given, 3e-4 for method full, and 1e-3 for lora."""
@@ -72,7 +72,7 @@ class Optimizer(optimizers.Config):
             super().__post_init__()
 
     def completed(self, method: str, stored: Mapping[str, Any]) -> "Optimizer":
-        """The same with numbers: those of the stored run, or else those of the method."""
+        """The same with numbers: the stored run's, or else the method's."""
         defaults = {"learning_rate": LEARNING_RATES, "weight_decay": WEIGHT_DECAYS}
         missing = {name: x for name, x in defaults.items() if getattr(self, name) is None}
         numbers = {name: stored.get(name, x[method]) for name, x in missing.items()}
@@ -81,7 +81,7 @@ class Optimizer(optimizers.Config):
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
-    """The fields of fine-tuning: those of a run, a model to begin with, text, an optimizer."""
+    """The fields of fine-tuning: a run's, a model to begin with, text, an optimizer."""
 
     model: str = "lm-python"
     """Model to begin with: a name on the shelf, a run's folder, a model's or one of adapters, which
