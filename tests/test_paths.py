@@ -134,7 +134,7 @@ def int4_product(folder: Path) -> Callable[[], object]:
 # What has one file more raises its number here, in a commit that says why.
 CEILINGS = {
     logit: 11,
-    row: 19,
+    row: 20,
     checkpoint: 4,
     load: 18,
     finetune: 28,

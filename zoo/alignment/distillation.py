@@ -222,7 +222,7 @@ class Teacher:
         self.vocab_size = int(self.skeleton.config.vocab_size)
         folder, given = nearest(self.folder, FILE_NAME), config.data.tokenizer
         self.tokenizer_spec = str(folder) if (folder / FILE_NAME).is_file() else given
-        """What `get_tokenizer` makes its tokenizer of."""
+        """The name or folder by which `get_tokenizer` makes its tokenizer."""
         require(
             bool(self.tokenizer_spec),
             f"teacher={config.teacher!r} has no {FILE_NAME}: name its tokenizer by "

@@ -1,1 +1,1 @@
-"""What every room builds on: configurations, files and their checksums."""
+"""The ground of every room: configurations, files and their checksums."""

@@ -247,7 +247,7 @@ def _problem(folder: Location, name: str, wanted: dict) -> str | None:
 
 
 def difference(wanted: Mapping[str, Any], size: int, sha256: Callable[[], str]) -> str | None:
-    """What a file has instead of its entry's size and SHA-256, where the entry has them."""
+    """The difference of a file from its entry's size and SHA-256, in words; None if it has both."""
     if size != wanted.get("bytes", size):
         return f"has {size} bytes instead of {wanted['bytes']}"
     if "sha256" in wanted and sha256() != wanted["sha256"]:

@@ -1,4 +1,4 @@
-"""What rooms around the core, and other packages, bring by name: imported when it is asked for.
+"""Plug-ins: parts that rooms around the core, and other packages, bring; imported when asked for.
 
 `zoo/__init__` names what the zoo's own rooms bring; a package beside it has entry points of the
 same groups. Of `zoo.formats` each is a `zoo.publishing.formats.Format`, and of `zoo.families` a

@@ -1,4 +1,4 @@
-"""What a program does before JAX starts: Ctrl-C while it imports, libtpu, the memory of a CPU."""
+"""Settings before JAX starts: Ctrl-C during imports, libtpu, the memory of a CPU."""
 
 import contextlib
 import ctypes

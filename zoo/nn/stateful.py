@@ -1,4 +1,4 @@
-"""What a step moves in a model without an optimizer: States, and biases that even out experts.
+"""Values that a step moves without an optimizer: States, and biases that even out experts.
 
 They keep their dtypes where a model is cast. An `eqx.nn.State`, such as the statistics of a batch
 norm, is spent by its `set`, and so those handed on here are copies.

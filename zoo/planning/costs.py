@@ -1,4 +1,4 @@
-"""What an instruction of a compiled program costs: bytes to and from memory, FLOPs of products."""
+"""Costs of a compiled program's instructions: bytes to and from memory, FLOPs of products."""
 
 import math
 import re

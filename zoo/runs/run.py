@@ -145,7 +145,7 @@ class Run(Generic[ConfigT]):
 
     @property
     def planner(self) -> Any:
-        """What plans the run's step: the last of the group `zoo.planners`."""
+        """The planner of the run's step: the last of the group `zoo.planners`."""
         return plugins.find("zoo.planners", plugins.names("zoo.planners")[-1])
 
     def restore(self, like: PyTree) -> tuple[PyTree, int, dict] | None:

@@ -108,7 +108,7 @@ class _InUse(NamedTuple):
 
 _OUTSIDE = _InUse(RULES, types.MappingProxyType({}), False)
 in_force: ContextVar[_InUse] = ContextVar("zoo_sharding", default=_OUTSIDE)
-"""What `use` has set."""
+"""The layout that `use` has set."""
 
 
 def rules_in_use() -> Rules:

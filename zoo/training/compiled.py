@@ -158,7 +158,7 @@ class CompiledStep:
         return jtu.tree_map_with_path(place, batch)
 
     def _difference(self, signature: tuple) -> str:
-        """What is unlike the nearest of what was compiled, in words."""
+        """The difference from the nearest compiled signature, in words."""
 
         def describe(x: Any) -> str:
             if not isinstance(x, tuple):
