@@ -147,15 +147,21 @@ RUNS = {
 }  # fmt: skip
 
 
-def calibration(runs: tuple[str, ...] = tuple(RUNS)) -> list[Table]:
+_WITHOUT_FLAGS = tuple(name for name, run in RUNS.items() if not run.flags)
+
+
+def calibration(runs: tuple[str, ...] = _WITHOUT_FLAGS) -> list[Table]:
     """Set the times that MaxText publishes beside the bounds of a plan of the same step: an hour.
 
     Args:
-        runs: names of the runs to compile.
+        runs: names of the runs to compile, of one set of compiler flags.
     """
+    chosen = [RUNS[name] for name in runs]
+    if len({run.flags for run in chosen}) != 1:
+        raise ValueError(f"runs={runs}: libtpu reads flags once per process; give runs of one set")
+    os.environ["LIBTPU_INIT_ARGS"] = chosen[0].flags  # before libtpu is loaded
     table = Table("published step times beside the plan's bounds, seconds")
-    for run in (RUNS[name] for name in runs):
-        os.environ["LIBTPU_INIT_ARGS"] = run.flags  # for the process that compiles
+    for run in chosen:
         devices = targets.parse(run.target).num_devices
         step = compiled(
             run.sizes,

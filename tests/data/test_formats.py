@@ -191,6 +191,8 @@ def test_labels_are_read_beside_texts(tmp_path):
     content = '\ufefftext,kind,,\r\n"two\nlines, one row",x,1,\r\n"say ""hi""",y,2,\n'
     path = write(tmp_path / "a.csv", content)
     assert labelled(path, "kind") == [(3, "two\nlines, one row", "x"), (4, 'say "hi"', "y")]
+    path = write(tmp_path / "b.csv", "text,kind\rhello,x\rworld,y\r")  # as old programs end lines
+    assert labelled(path, "kind") == [(2, "hello", "x"), (3, "world", "y")]
     path = write(tmp_path / "a.jsonl", '{"text": "x", "stars": 5}\n{"text": "y", "stars": "1"}')
     assert labelled(path, "stars") == [(1, "x", "5"), (2, "y", "1")]
 
@@ -199,7 +201,7 @@ def test_labels_are_read_beside_texts(tmp_path):
     ("name", "content", "message"),
     [
         ("a.csv", "text,kind\nx,y,z", r"line 2 does not have as many columns"),
-        ("a.csv", "text,sort\nx,y", r"line 2: field 'kind' is None"),
+        ("a.csv", "text,sort\nx,y", r"line 2: no field 'kind'; its fields are \['sort', 'text'\]"),
         ("a.csv", "text,kind,text\nx,y,z", r"a\.csv has 2 columns named 'text'"),
         ("a.csv", "kind,text,kind\nx,y,z", r"a\.csv has 2 columns named 'kind'"),
         ("a.csv", 'text,kind\n"x"y,z', r"a\.csv is not CSV after line 1"),

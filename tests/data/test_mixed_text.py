@@ -93,6 +93,14 @@ def test_a_prepared_address_is_a_source(tmp_path, folder, pattern):
     assert there.fingerprint == here.fingerprint
 
 
+def test_sources_of_toml_files_are_no_table(tmp_path):
+    parsed = mixed.parse("code=src/*.py,conf=conf/*.toml")
+    assert [source.name for source in parsed.sources] == ["code", "conf"]
+    (table := tmp_path / "mixture.toml").write_text('[sources.code]\nfiles = "*.py"\nname = "docs"')
+    with pytest.raises(ValueError, match=r"no field sources\.code\.name"):
+        mixed.parse(str(table))
+
+
 def test_tokenizers_have_to_agree(tmp_path, folder, pattern):
     other = tmp_path / "other"
     prepare(pattern, other, tokenizer="bpe", vocab_size=300, workers=1)

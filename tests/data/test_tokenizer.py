@@ -1,4 +1,7 @@
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -399,3 +402,27 @@ def test_stream_replaces_incomplete_characters():
     assert stream.add(*b"b") == "\ufffdb"
     assert stream.add(*"漢".encode()[:2]) == ""
     assert stream.end() == "\ufffd"
+
+
+def test_files_are_the_same_in_every_process(tmp_path):
+    """The order of a set is another one in each process."""
+    program = "import sys, pathlib; from zoo.data.tokenizer import BPETokenizer; "
+    program += "BPETokenizer.train(['ab ab'], 258).save(pathlib.Path(sys.argv[1]))"
+    for seed in ("1", "2", "3", "4"):
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        command = [sys.executable, "-c", program, str(tmp_path / seed)]
+        subprocess.run(command, env=environment, check=True)
+    contents = [
+        {path.name: path.read_bytes() for path in (tmp_path / seed).iterdir()} for seed in "1234"
+    ]
+    assert len(contents[0]) == 2
+    assert contents == [contents[0]] * 4
+
+
+def test_pieces_with_an_ordinary_name_stay_in_ordinary_text():
+    """A padding token that is a character: merges with it stay where it does not come out."""
+    vocabulary = {"a": 0, "!": 1, "!!": 2, "[UNK]": 3}
+    inner = HFTokenizer(models.BPE(vocabulary, [("!", "!")], unk_token="[UNK]"))
+    tokenizer = tok.BPETokenizer(inner, None, {"pad_token": "!", "eos_token": "a"})
+    assert tokenizer.encode("!!").tolist() == [2]
+    assert tokenizer.encode_spans("!!")[0].tolist() == [2]

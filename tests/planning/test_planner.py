@@ -13,7 +13,7 @@ from helpers import small_config
 from zoo import sharding, transformer
 from zoo.common import configuration
 from zoo.planning import command, planner, targets
-from zoo.planning.job import Estimate, Job
+from zoo.planning.job import CompilerError, Estimate, Job
 from zoo.planning.planner import Candidate, candidates, search
 from zoo.planning.roofline import Times
 from zoo.publishing.tensors import num_parameters
@@ -115,7 +115,7 @@ def compiled(monkeypatch, times, too_large=(), broken=()):
     def make(job, target):
         made.append(job.mesh)
         if job.mesh in broken:
-            raise jax.errors.JaxRuntimeError("it aborted")
+            raise CompilerError("it aborted")
         memory = mock.Mock(fits=job.mesh not in too_large, total=50.0)
         return mock.NonCallableMagicMock(spec=Estimate, job=job, memory=memory)
 

@@ -105,9 +105,9 @@ class ChatTemplate:
                 f"'tools' has {len(tools)} tools, and the chat template writes none: give a "
                 "template that takes tools (--chat-template FILE), or take the field out"
             )
-        # A field that is None counts as missing: templates would write the word.
-        given = [{k: v for k, v in m.items() if v is not None} for m in messages]
         try:
+            # A field that is None counts as missing: templates would write the word.
+            given = [{k: v for k, v in m.items() if v is not None} for m in messages]
             return self._template.render(
                 messages=self._quoted(given),
                 tools=self._quoted(tools) or None,

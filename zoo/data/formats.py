@@ -235,7 +235,11 @@ def read_csv(piece: Piece, fields: Fields | None = None) -> Iterator[Record]:
     """The rows of a CSV file, numbered by the lines they end in; the first names the columns."""
     # The limit is the whole process', 128 KiB at first. The parser takes 4 bytes per character.
     csv.field_size_limit(MAX_DOCUMENT // 4)
-    lines = (_decode(line, where) for _, where, line in _lines(piece))
+    lines = (  # which may end in a carriage return alone
+        part
+        for _, where, line in _lines(piece)
+        for part in io.StringIO(_decode(line, where), newline="")
+    )
     rows = csv.DictReader(lines, strict=True)
     try:
         names = rows.fieldnames or ()

@@ -144,14 +144,14 @@ def parse(files: str) -> Mixture:
     Raises:
         ValueError: a key, a name or a value that it can't have.
     """
-    if not files.endswith(".toml"):
+    if re.match(rf"\s*{text.SOURCE_NAME}=", files):
         items = re.split(rf",(?=\s*{text.SOURCE_NAME}=)", files)
         return Mixture(tuple(_source(*item.split("=", 1)) for item in items))
     path = local_path(files, "data.files")
     try:
         table = tomllib.loads(path.read_text())
         table["sources"] = tuple(
-            from_json(SourceSpec, {"name": name, **source}, f"sources.{name}.")
+            from_json(SourceSpec, _named(name, source), f"sources.{name}.")
             for name, source in table.get("sources", {}).items()
         )
         table["stages"] = tuple(
@@ -161,6 +161,12 @@ def parse(files: str) -> Mixture:
         return from_json(Mixture, table)
     except (ValueError, TypeError, AttributeError) as error:  # TOML's errors are ValueErrors
         raise ValueError(f"{path} is no table of a mixture: {error}") from error
+
+
+def _named(name: str, source: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a source of a table, whose key is its name."""
+    require("name" not in source, f"no field sources.{name}.name: the key is its name")
+    return {"name": name, **source}
 
 
 def _source(name: str, value: str) -> SourceSpec:

@@ -172,7 +172,9 @@ def read_split(
             try:
                 text, found = text_of(record, field), None
                 if label is not None:
-                    found = record.get(label)
+                    if label not in record:
+                        raise ValueError(f"no field {label!r}; its fields are {sorted(record)}")
+                    found = record[label]
                     if not isinstance(found, str | int) or found == "":
                         raise ValueError(
                             f"field {label!r} is {found!r}: a label is a string or an integer"

@@ -196,14 +196,14 @@ class BPETokenizer:
         self.vocab_size: int = max(vocabulary.values()) + 1
         config, self.files = dict(config or {}), dict(files or {})
         self.tokens = _named_tokens(config, self.files, vocabulary)
-        own_names = {"bos_token", "eos_token"}
+        own_names = ("bos_token", "eos_token")  # in one order: the files have a digest
         if separator is not None:
             self.tokens |= dict.fromkeys(own_names, separator)
         if separator is not None or not config.keys() & {*own_names, "cls_token"}:
-            config |= {name: self.tokens[name] for name in own_names & self.tokens.keys()}
+            config |= {name: self.tokens[name] for name in own_names if name in self.tokens}
         self.config = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
         self._find_special_tokens(vocabulary)
-        self._variants: dict[tuple[Reading, bool], HFTokenizer] = {}
+        self._variants: dict[tuple[str, bool], HFTokenizer] = {}
 
     def _find_special_tokens(self, vocabulary: Mapping[str, int]) -> None:
         """Set the ids of the special tokens, and mark the ones that files name but do not mark."""
@@ -270,9 +270,16 @@ class BPETokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        tokenizer = self._variant(self.special_tokens)
+        is_parsed = self.special_tokens == "parse"
+        tokenizer = self._variant("parse" if is_parsed else "plain")
         encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
+        found = [np.asarray(encoding.ids, np.int32) for encoding in encodings]
+        if is_parsed:
+            return found
+        return [
+            self.encode_spans(text)[0] if self._has_special(text, ids) else ids
+            for text, ids in zip(texts, found, strict=True)
+        ]
 
     def encode_spans(self, text: str, *, inside: bool = False) -> tuple[Ids, Spans]:
         """Ids of a text, and the characters [start, stop) of each.
@@ -294,17 +301,37 @@ class BPETokenizer:
             anew = stop if name is None else name.start()  # what follows a name begins anew
             for first, end, goes_on in ((start, anew, within), (anew, stop, False)):
                 if first < end:
-                    tokenizer = self._variant(reading, goes_on)
-                    encoding = tokenizer.encode(text[first:end], add_special_tokens=False)
+                    encoding = self._encoding(text[first:end], reading, goes_on)
                     ids += encoding.ids
                     spans.append(first + np.asarray(encoding.offsets, np.int32).reshape(-1, 2))
         return np.asarray(ids, np.int32), np.concatenate(spans)
 
-    def _variant(self, reading: Reading, inside: bool = False) -> HFTokenizer:
+    def _encoding(self, text: str, reading: Reading, inside: bool) -> Any:
+        """A text in one reading. Pieces lose the special names only where one would come out."""
+        tokenizer = self._variant("parse" if reading == "parse" else "plain", inside)
+        encoding = tokenizer.encode(text, add_special_tokens=False)
+        if reading == "parse" or not self._has_special(text, np.asarray(encoding.ids, np.int32)):
+            return encoding
+        return self._variant("text", inside).encode(text, add_special_tokens=False)
+
+    def _has_special(self, text: str, ids: Ids) -> bool:
+        """Whether ids of a text as plain characters have a special token, but for unknown ones."""
+        found = self.special_ids.intersection(ids.tolist())
+        unknown = found & {self._unknown_id}
+        return bool(found - unknown) or (bool(unknown) and self.names.search(text) is not None)
+
+    @functools.cached_property
+    def _unknown_id(self) -> int | None:
+        model = json.loads(self.tokenizer.to_str())["model"]
+        token = model.get("unk_token")
+        return model.get("unk_id") if token is None else self.tokenizer.token_to_id(token)
+
+    def _variant(self, reading: str, inside: bool = False) -> HFTokenizer:
         """The tokenizer for one reading of special tokens' names, and for what is inside of a text.
 
-        It has no post-processor, which leaves blanks out of some spans. As text, names are no names
-        of any piece either: models of some kinds have special tokens among their pieces.
+        It has no post-processor, which leaves blanks out of some spans. In "plain" names are not
+        looked for, and in "text" no piece has them either: models of some kinds have special tokens
+        among their pieces.
         """
         if (found := self._variants.get((reading, inside))) is not None:
             return found
@@ -326,8 +353,10 @@ class BPETokenizer:
                 model["unk_token"] = rename(model["unk_token"])
             if "merges" in model:
                 model["merges"] = [m for m in model["merges"] if names.isdisjoint([*m, "".join(m)])]
-        self._variants[reading, inside] = HFTokenizer.from_str(json.dumps(content))
-        return self._variants[reading, inside]
+        tokenizer = HFTokenizer.from_str(json.dumps(content))
+        tokenizer.encode_special_tokens = reading == "plain"
+        self._variants[reading, inside] = tokenizer
+        return tokenizer
 
     @functools.cached_property
     def names(self) -> re.Pattern[str]:
@@ -453,7 +482,7 @@ def load_tokenizer(path: str | Path, separator: str | None = None) -> Tokenizer:
         ends = model.get("eos_token_id")
         if GENERATION_CONFIG_NAME not in beside and isinstance(ends, list):
             beside[GENERATION_CONFIG_NAME] = json.dumps({"eos_token_id": ends}).encode()
-        files = {name: beside[name] for name in beside.keys() - {CONFIG_NAME, "config.json"}}
+        files = {n: beside[n] for n in beside if n not in (CONFIG_NAME, "config.json")}
         return BPETokenizer(tokenizer, separator, config, files)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error

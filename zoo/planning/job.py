@@ -28,6 +28,10 @@ from zoo.training.state import Trainable, TrainState, trained_leaves
 from zoo.wrappers.lora import is_adapted
 
 
+class CompilerError(ValueError):
+    """The compiler ended for another reason than too little memory."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """A training, and the choices that its step is compiled with."""
@@ -182,7 +186,7 @@ def make_estimate(job: Job, target: Target, *, compiled: Any = None) -> Estimate
         compiled = compiled or traced.lower().compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
+            raise CompilerError(f"target={target.name!r}: the compiler gave up: {error}") from error
         refusal = str(error)
     text = "" if refusal else compiled.as_text()
     program = None if refusal else hlo.read(text)

@@ -25,7 +25,7 @@ from zoo.nn.attention.masks import Mask
 from zoo.nn.precision import Precision
 from zoo.planning import report, targets
 from zoo.planning.collectives import Collective, Kind, Topology, topology_of
-from zoo.planning.job import Estimate, Job, make_estimate, wanted_bytes
+from zoo.planning.job import CompilerError, Estimate, Job, make_estimate, wanted_bytes
 from zoo.planning.roofline import roofline
 from zoo.planning.targets import Target
 from zoo.runs.config import Config
@@ -134,7 +134,7 @@ def attempt(job: Job, target: Target) -> Estimate | None:
     """Compile a job, and say why where it cannot be, or how much it takes where it does not fit."""
     try:
         estimate = make_estimate(job, target)
-    except (ShardingError, jax.errors.JaxRuntimeError) as error:
+    except (ShardingError, CompilerError) as error:
         say(f"  it cannot be: {error}")
         return None
     if not estimate.memory.fits:
