@@ -414,6 +414,13 @@ class TwiceDecoded(Twice):
         return 2 * logits, cache
 
 
+class Again(TwiceDecoded):
+    """Another forward pass behind the decoding of the class before."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return 2 * super().__call__(*arguments, **options)
+
+
 class Half(Transformer):
     """A decoder that lacks two methods."""
 
@@ -433,6 +440,7 @@ class Loud(rnn.RNN):
 @pytest.mark.parametrize(
     ("name", "cls", "message"),
     [
+        ("rotary", Again, "Again overrides __call__, and its decoding would not call it"),
         ("rotary", Twice, "Twice overrides hidden, and decoding would not call it"),
         ("rotary", Half, "Half has no check_decoder; a decoder has check_decoder, prefill, for_"),
         ("lstm", Loud, "Loud overrides run, .*: RecurrentDecoder calls the parts"),

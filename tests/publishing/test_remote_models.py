@@ -102,6 +102,7 @@ def test_what_is_no_whole_model_is_refused(memory: str, monkeypatch):
     with pytest.raises(PublishError, match="memory://models/none is not a model of the zoo"):
         zoo.load(f"{memory}/none")
     (root / "run/checkpoints/1.txt").write_text("")
+    (root / "run/config.json").write_text("{}")
     with pytest.raises(PublishError, match="run is a run that has not finished"):
         zoo.load(f"{memory}/run")
     (root / "other/notes.txt").write_text("mine")

@@ -5,6 +5,7 @@ parts too, in place of its forward pass. A subclass that overrides a method whic
 bypasses is refused, unless it is a decoder itself.
 """
 
+import functools
 import inspect
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -103,6 +104,11 @@ DECODERS: dict[type, type[AttentionDecoder] | type[RecurrentDecoder]] = {
 }
 
 
+def _place(cls: type, name: str) -> int:
+    """The number of the class that defines a name, from the class itself on."""
+    return next(i for i, base in enumerate(cls.__mro__) if name in vars(base))
+
+
 def decoder_of(model: Any) -> Decoder:
     """The decoder of a model (a skeleton will do): the model itself, or its family's adapter on it.
 
@@ -113,6 +119,14 @@ def decoder_of(model: Any) -> Decoder:
     cls = type(model)
     missing = [name for name in METHODS if not hasattr(cls, name)]
     if not missing:
+        for family, adapter in DECODERS.items():
+            for name in adapter.bypassed if issubclass(cls, family) else ():
+                decodes = min(map(functools.partial(_place, cls), ("prefill", "decode")))
+                if _place(cls, name) < min(decodes, cls.__mro__.index(family)):
+                    raise ValueError(
+                        f"{cls.__name__} overrides {name}, and its decoding would not call it: "
+                        f"define {', '.join(METHODS)} as well"
+                    )
         return model
     if len(missing) < len(METHODS):
         raise ValueError(f"{cls.__name__} has no {missing[0]}; a decoder has {', '.join(METHODS)}")

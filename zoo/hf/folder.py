@@ -109,9 +109,8 @@ class _HuggingFace(Format):
             values, generation = read_json(like / CONFIG), token_ids.read_generation(like)
         elif like is None and tokenizer is None and folder is not None:
             logger.warning(
-                "%s: saved without like=, and so without bos_token_id, pad_token_id and the "
-                "generation settings of a folder that the model came from; like=FOLDER keeps them",
-                folder,
+                "saved without like=, and so without bos_token_id, pad_token_id and the generation "
+                "settings of a folder that the model came from; like=FOLDER keeps them"
             )
         ids = token_ids.describe_ids(model.config, tokenizer, values, generation)
         dtype = str(next(iter(dtypes.values())))

@@ -238,14 +238,14 @@ def _listing(address: object) -> _Listing:
             raise PublishError(
                 f"{store.address} is being saved, or that was interrupted: wait, or save it again"
             )
-    for store in reversed(stores):
-        if any(store.read(name) is not None for name in formats.config_files()):
-            return _plain(store)
     with explained(given.place):
         if (given.place / "checkpoints").is_dir():
             raise PublishError(
                 f"{given.address} is a run that has not finished: it has no model yet"
             )
+    for store in reversed(stores):
+        if any(store.read(name) is not None for name in formats.config_files()):
+            return _plain(store)
     raise PublishError(f"{given.address} is not a model of the zoo: it has no {checksums.NAME}")
 
 

@@ -29,13 +29,14 @@ def make_mesh(
         ShardingError: an unknown axis, a size that is no integer, too many or too few devices, or
             slices that `data` does not divide into.
     """
+    hint = "; on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count={} makes as many"
+    hint = hint if devices is None else ""
     devices = jax.devices() if devices is None else list(devices)
     sizes = abstract_mesh(spec, len(devices)).shape
     total = math.prod(sizes.values())
     if total > len(devices):
         raise ShardingError(
-            f"mesh {spec!r} needs {total} devices, and there are {len(devices)}; on a CPU, "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={total} makes as many"
+            f"mesh {spec!r} needs {total} devices, and there are {len(devices)}{hint.format(total)}"
         )
     if jax.process_count() > 1 and total < len(devices):
         raise ShardingError(
@@ -132,7 +133,7 @@ def _parse_mesh(spec: str | Mapping[str, int]) -> dict[str, int]:
         items = [(axis, "=", str(size)) for axis, size in spec.items()]
     sizes: dict[str, int] = {}
     for name, _, size in items:
-        axis = name.strip()
+        axis = str(name).strip()
         if axis not in MESH_AXES:
             raise ShardingError(f"mesh {spec!r}: no axis {axis!r}; the axes are {MESH_AXES}")
         if axis in sizes:

@@ -49,7 +49,7 @@ def field_hint(cls: type, field: str) -> Any:
         holder = type(cls.__name__, (), {"__annotations__": {field: hint}})
         holder.__module__ = base.__module__
         try:
-            return typing.get_type_hints(holder)[field]
+            return typing.get_type_hints(holder, localns=dict(vars(base)))[field]
         except (NameError, AttributeError, TypeError, SyntaxError) as error:
             raise ShardingError(
                 f"the annotation {hint!r} of {cls.__qualname__}.{field} can't be resolved: "
