@@ -406,7 +406,7 @@ def test_adapters_carry_the_ends_of_texts(saved):
     assert_same(opened, adapted)
     assert models.skeleton(folder / "e").config.eos_ids == (256, 7)
     edit_origin(folder / "e", {"eos_ids": [7, 257]})
-    with pytest.raises(PublishError, match=r"eos_ids has the id 257: those of vocab_size=257"):
+    with pytest.raises(PublishError, match=r"eos_ids has the id 257: .* vocab_size=257"):
         zoo.load(folder / "e")
 
 

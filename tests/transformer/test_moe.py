@@ -30,6 +30,7 @@ from zoo.nn.parameters import unshard
 from zoo.nn.precision import in_precision
 from zoo.nn.stateful import cast
 from zoo.publishing import models
+from zoo.runs.checkpoint import Checkpointer
 from zoo.sharding.rules import is_matrix
 from zoo.tasks.finetuning.training import merge
 from zoo.training import state as state_module
@@ -538,6 +539,27 @@ def test_a_merged_model_keeps_biases_and_states_as_they_were():
         lambda x: x.embedding.weight, model, replace_fn=lambda x: x.astype(jnp.float32)
     )
     assert {str(x.dtype) for x in jax.tree.leaves(merge(run, trained))} == {"float32"}
+
+
+def test_biases_resume_bit_for_bit(tmp_path: Any):
+    optimizer = optax.sgd(0.1)
+    state = zoo.init_state(make_transformer(**BIASED), optimizer, key=jax.random.key(0))
+    step = zoo.make_train_step(losses.balanced_next_token(0.0), optimizer, precision="fp32")
+    batches = [token_batch(8, 16, seed=k) for k in range(4)]
+    state, _ = step(state, batches[0])
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, state, {})
+    checkpointer.wait()
+    resumed, number, _ = checkpointer.restore(jax.tree.map(jnp.zeros_like, state))
+    checkpointer.close()
+    biases = np.asarray(resumed.model.blocks.mlp.bias.value)
+    assert (number, biases.any()) == (1, True)
+    for batch in batches[1:]:
+        state, metrics = step(state, batch)
+        resumed, again = step(resumed, batch)
+        assert_trees_close(again, metrics, rtol=0)
+    assert_trees_close(resumed.model, state.model, rtol=0)
+    assert (np.asarray(state.model.blocks.mlp.bias.value) != biases).any()
 
 
 def test_biases_are_stored_but_not_trained(tmp_path: Any):
