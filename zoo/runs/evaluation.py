@@ -126,6 +126,8 @@ class Evaluator:
         loss = identity.described(identity.LOSS, self._loss_fn)
         told = [self._num_batches(True), datasets.fingerprint(self._dataset), loss, versions()]
         digest = hashlib.sha256(json.dumps([*told, str(self._run.precision)]).encode())
+        for shapes in batch_shapes(self._dataset, self._run.mesh).values():  # code, static fields
+            digest.update(self._step.trace(model, shapes).lower().as_text().encode())
         for leaf in filter(is_parameter, jax.tree.leaves(model)):
             is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
             for shard in (jax.random.key_data(leaf) if is_key else leaf).addressable_shards:
