@@ -256,7 +256,7 @@ def test_published_models_have_the_configuration_of_their_base(shared, tmp_path)
     with zoo.Run(tyro.cli(recipe.Config, args=flags)) as run:
         base = finetuning.Base(run)
         model = base.load()
-        finetuning.saver(run, base)(run.folder / "model", model, {})
+        finetuning.saver(run, base, ())(run.folder / "model", model, {})
         assert (model.config.remat, model.config.dropout) == ("full", 0.5)
         assert zoo.load(run.folder / "model").config == zoo.load(shared / "base").config
 

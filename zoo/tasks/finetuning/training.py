@@ -347,7 +347,7 @@ def save(
     base: Base,
     model: PyTree,
     metrics: dict[str, Any],
-    new_ends: tuple[int, ...] = (),
+    new_ends: tuple[int, ...],
 ) -> PyTree:
     """Save a model in its base's format, and its adapters alone if it has any; return it merged."""
     if lora.has_adapters(model):
@@ -369,10 +369,10 @@ def save(
     return merged
 
 
-def saver(run: Run[Config], base: Base, new_ends: tuple[int, ...] = ()) -> Save:
+def saver(run: Run[Config], base: Base, new_ends: tuple[int, ...]) -> Save:
     """A function that saves a model, merged, in its base's format with its metrics.
 
-    With `new_ends`, as the end of a turn in a chat, its texts end there as well.
+    Its texts end at `new_ends` as well, such as the end of a turn in a chat; () adds none.
     """
     return lambda folder, model, metrics: models.save(
         folder,
