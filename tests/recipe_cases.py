@@ -131,6 +131,7 @@ class Recipe:
                 **os.environ,
                 "PYTHONPATH": str(TESTS.parent),
                 "JAX_PLATFORMS": "cpu",
+                "PYTHONFAULTHANDLER": "1",  # a crash of native code names its place
                 "XLA_FLAGS": xla.flags(devices),
                 **env,
             },
