@@ -85,6 +85,7 @@ def factored() -> optax.GradientTransformation:
 
 
 OPTIMIZERS = {name: lambda name=name: make_optimizer(Config(name=name), 100) for name in NAMES}
+OPTIMIZERS["bf16"] = lambda: make_optimizer(Config(name="muon", moment_dtype="bf16"), 100)
 OPTIMIZERS |= {"chain": chained, "partition": partitioned, "factored": factored}
 
 
@@ -134,9 +135,33 @@ def test_optimizer_state_is_sharded_like_parameters(name: str, stepped: Any):
         assert alike == parameters.keys()
 
 
-def first_update(optimizer: optax.GradientTransformation, grads: Any, model: Any) -> Any:
+def later_update(
+    optimizer: optax.GradientTransformation, grads: Any, state: Any, model: Any
+) -> tuple[Any, Any]:
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        return jax.jit(lambda g, m: optimizer.update(g, optimizer.init(m), m)[0])(grads, model)
+        return jax.jit(optimizer.update)(grads, state, model)
+
+
+def first_update(optimizer: optax.GradientTransformation, grads: Any, model: Any) -> Any:
+    return later_update(optimizer, grads, optimizer.init(model), model)[0]
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"adafactor"}))
+def test_first_moments_are_kept_in_bf16(name: str):
+    """Half of their memory, and updates as those of fp32 to the rounding of a moment."""
+    model, updates = Net(), []
+    for dtype in ("fp32", "bf16"):
+        optimizer = make_optimizer(Config(name=name, moment_dtype=dtype, schedule="constant"), 5)
+        state = optimizer.init(model)
+        for shift in range(2):  # the first update has no moment from before
+            gradients = jax.tree.map(lambda x, shift=shift: x + shift, model)
+            update, state = later_update(optimizer, gradients, state, model)
+        kept = {path: x.dtype for path, x in arrays(state).items() if x.ndim}
+        firsts = [kept[path] for path in kept if ".mu." in path and "ns_coeffs" not in path]
+        assert firsts == [jnp.dtype({"fp32": "float32", "bf16": "bfloat16"}[dtype])] * 6
+        assert all(kept[path] == jnp.float32 for path in kept if ".nu." in path)
+        updates.append(update)
+    assert_trees_close(updates[1], updates[0], rtol=0.02)
 
 
 # Weight decay
@@ -279,6 +304,7 @@ def test_default_hyperparameters_are_frozen():
         ({"base_width": 64}, "'standard' and optimizer.base_width=64: .* 'standard' takes none"),
         ({"parametrization": "mup", "base_width": 0}, "optimizer.base_width=0: must be positive"),
         ({"learning_rate": np.nan}, "optimizer.learning_rate=nan: must be a finite number"),
+        ({"name": "adafactor", "moment_dtype": "bf16"}, "optimizer.moment_dtype='bf16': adafactor"),
         ({"beta1": 1.0}, r"optimizer.beta1=1.0: must be in \[0, 1\)"),
     ],
 )
