@@ -5,6 +5,7 @@ import itertools
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import equinox as eqx
@@ -22,6 +23,7 @@ from recipe_cases import Recipe, metrics, shared
 import zoo
 from zoo import distillation, losses, optimizers, rnn, transformer
 from zoo.alignment.distillation import Distillation, Taught, divergences, student_alone
+from zoo.data.prepared.prepare import prepare
 from zoo.data.tokenizer import ByteTokenizer
 from zoo.nn.precision import in_precision
 from zoo.runs.processes import RunError
@@ -29,7 +31,7 @@ from zoo.runs.processes import RunError
 __all__ = ["shared"]
 
 BATCH = jax.tree.map(jnp.asarray, token_batch(8, 12))
-MIXED = Distillation(temperature=2.0, weight=0.3)
+MIXED = Distillation(temperature=3.0, weight=0.3)  # whose square is not its double
 
 
 class Table(eqx.Module):
@@ -77,7 +79,7 @@ def test_loss_and_gradient_match_the_formula(chunks: int, monkeypatch: pytest.Mo
     assert weight == batch["weights"].sum()
     hard = losses.next_token(table(0), batch, None)[0]
     np.testing.assert_allclose(parts["next_token"], hard, rtol=1e-6)
-    np.testing.assert_allclose(total, 0.3 * 4 * parts["kl"] + 0.7 * hard, rtol=1e-6)
+    np.testing.assert_allclose(total, 0.3 * 9 * parts["kl"] + 0.7 * hard, rtol=1e-6)
 
 
 def test_a_pair_casts_at_use_where_both_of_it_do():
@@ -215,6 +217,21 @@ def test_configurations_that_do_not_go_together_are_refused(fields: dict, messag
         importlib.import_module("recipes.distill").Config(**fields)
 
 
+def test_the_student_alone_has_folders_of_its_own():
+    make = importlib.import_module("recipes.distill").Config
+    alone = make(run_dir="gs://bucket/run/", work_dir=Path("here/run")).alone()
+    assert (alone.run_dir, alone.work_dir) == ("gs://bucket/run-alone", Path("here/run-alone"))
+    alone = make(run_dir=Path("runs/one")).alone()
+    assert (alone.run_dir, alone.work_dir) == (Path("runs/one-alone"), None)
+    assert (alone.weight, alone.compare) == (0, False)
+
+
+def test_a_teacher_takes_two_flops_per_weight():
+    of = lambda model: distillation.Teacher.flops_per_token(SimpleNamespace(skeleton=model), 8)
+    assert of(drawn_rnn("gru")) == 2 * (2 * (32 + 32) * 3 * 32 + 32 * VOCAB)
+    assert of(table(0)) is None
+
+
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
@@ -228,6 +245,15 @@ def test_unfit_teachers_are_refused_before_any_compute(flag, message, distil, mo
     monkeypatch.setattr(distillation, "read_text", None)
     with pytest.raises(ValueError, match=message):
         distil(flag)
+
+
+def test_text_of_another_tokenizer_is_refused(distil, tmp_path):
+    (tmp_path / "text").mkdir()
+    for i in range(20):
+        (tmp_path / "text" / f"{i}.txt").write_text(f"some text of number {i} " * 40)
+    prepare(f"{tmp_path}/text/*.txt", tmp_path / "out", tokenizer="bpe", vocab_size=270)
+    with pytest.raises(ValueError, match=r"tokenizer of .*/out, of \d+ ids, has another"):
+        distil(f"--data.files={tmp_path / 'out'}", "--data.tokenizer=bytes")
 
 
 @pytest.mark.slow

@@ -16,6 +16,9 @@ from zoo.alignment.pairs import PairDataset
 from zoo.data.chats import ChatTemplate
 from zoo.data.rows import SIDES
 from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
+from zoo.runs.config import Config
+from zoo.runs.processes import RunError
+from zoo.tasks import finetuning
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<eot>\n{% endfor %}"
@@ -193,6 +196,32 @@ def test_numbers_out_of_range_are_refused():
         preferences.dpo(label_smoothing=0.5)
 
 
+@pytest.mark.parametrize(
+    ("format", "fields", "message"),
+    [
+        ("preferences", {"objective": "orpo", "beta": 0.2}, None),
+        ("preferences", {"label_smoothing": 0.1}, None),
+        ("text", {}, None),
+        ("preferences", {"beta": 0.0}, "beta=0.0: must be positive"),
+        (
+            "preferences",
+            {"objective": "orpo", "label_smoothing": 0.1},
+            "label_smoothing=0.1: objective='orpo' has none",
+        ),
+        ("text", {"beta": 0.2}, r"beta=0.2: only data.format='preferences' \(now 'text'\)"),
+    ],
+)
+def test_configurations_that_do_not_go_together_are_refused(format, fields, message):
+    make = lambda: preferences.Config(
+        run_dir="x", steps=1, data=finetuning.Data(format=format), **fields
+    )
+    if message is None:
+        assert make().data.format == format
+        return
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
 def test_a_missing_reference_is_refused(dataset):
     batch, model = jax.tree.map(jnp.asarray, dataset.batch(0)), model_of()
     with pytest.raises(ValueError, match="no 'reference': make the log-probabilities"):
@@ -340,6 +369,31 @@ def test_loss_gradient_and_metrics_are_those_by_hand(kind, limit, monkeypatch):
     assert log_probs.shape == (3, 2)
     np.testing.assert_allclose(log_probs.sum(0), [metrics[side] for side in SIDES], rtol=1e-5)
     assert not log_probs[2].any()
+
+
+def test_references_are_by_pair_and_finite(tmp_path):
+    """The last pair has no answer within the row, and is left out."""
+    corpus = pair_corpus(tmp_path, *PAIRS, ("abcdefghijklmno", "xy", "z"))
+    dataset = PairDataset(corpus, 256, (16, 24), 3, 0, "truncate")
+    assert np.concatenate([dataset.pairs(0), dataset.pairs(1)]).tolist() != [0, 1, 2, 3, -1, -1]
+    rng = np.random.default_rng(0)
+    table, weight = rng.normal(size=(257, 3)), rng.normal(size=(3, 257))
+    wanted = np.full((5, 2), np.nan)
+    for place in np.ndindex(4, 2):
+        prompt, answer = PAIRS[place[0]][0], PAIRS[place[0]][1 + place[1]]
+        ids = np.array([256, *(prompt + answer).encode(), 256])
+        chances = np.exp(table[ids[:-1]] @ weight)
+        chances /= chances.sum(1, keepdims=True)
+        wanted[place] = np.log(chances[np.arange(len(ids) - 1), ids[1:]])[len(prompt) :].sum()
+    of = lambda run, *arrays: preferences.reference_log_probabilities(
+        run, Bigram(*(jnp.asarray(x, jnp.float32) for x in arrays)), dataset
+    )
+    config = Config(run_dir=tmp_path / "run", steps=1, precision="fp32", compilation_cache=None)
+    with zoo.Run(config) as run:
+        np.testing.assert_allclose(of(run, table, weight), wanted, rtol=1e-5)
+        table[ord("q")] = np.nan  # in the chosen answer of the third pair alone
+        with pytest.raises(RunError, match=r"pair 'pairs.jsonl:3' is not finite in fp32"):
+            of(run, table, weight)
 
 
 def one_step(loss, batch, *, model=None, mesh=None, accumulate=1):

@@ -57,7 +57,7 @@ def test_libtpu_is_told_that_there_is_no_tpu(device, installed, monkeypatch):
 
 
 def test_a_start_with_libtpu_prints_nothing():
-    pytest.importorskip("libtpu", reason="the compiler for TPUs is the extra `dataset`")
+    pytest.importorskip("libtpu", reason="the compiler for TPUs is the extra `plan`")
     environment = {k: x for k, x in os.environ.items() if not k.startswith(("TPU", "JAX"))}
     command = [sys.executable, "-c", "import zoo; print(zoo.make_mesh().size)"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -254,9 +254,6 @@ def started(tmp_path, capsys, tokenizer, records, **data):
         return read_text(run, tokenizer), capsys.readouterr().out
 
 
-RENDERED = {"prompt": ASKED, "completion": "yes<|im_end|>"}
-
-
 @pytest.mark.parametrize("form", ["completions", "preferences"])
 def test_rendered_chats_are_read_as_chats(form, template, tmp_path, capsys):
     """The same rows, rendered by their owner or by the template, train on the same tokens."""

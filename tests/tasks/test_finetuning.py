@@ -157,10 +157,6 @@ def test_labelled_rows_train_a_classifier(body, tune, tmp_path, capsys):
     assert model(ids).argmax() == 1
 
 
-def config_of(run_dir):
-    return json.loads((run_dir / "config.json").read_text())
-
-
 def opened(recipe_flags):
     """The configuration of a run that is opened, and left."""
     recipe = importlib.import_module("recipes.finetune")

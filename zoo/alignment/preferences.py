@@ -351,7 +351,7 @@ def reference_log_probabilities(
     for k, metrics in evaluator.results(model, True, bounded=False):
         pairs, values = dataset.pairs(k), np.asarray(jax.device_get(metrics["reference"]))
         if not np.isfinite(values[pairs >= 0]).all():
-            wrong = pairs[(pairs >= 0) & ~np.isfinite(values).all(1)][0]
+            wrong = int(pairs[(pairs >= 0) & ~np.isfinite(values).all(1)][0])
             raise RunError(
                 f"the reference's log-probability of the pair {dataset.corpus.name(2 * wrong)} is "
                 f"not finite in {run.precision}: give --precision fp32, or look at the model"
