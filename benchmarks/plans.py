@@ -8,7 +8,6 @@ python -m benchmarks.plans stages         # pipelines over slices beside data pa
 
 import dataclasses
 import math
-import os
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,7 @@ from zoo.planning.command import SIZES, published
 from zoo.planning.job import Estimate, make_estimate
 from zoo.planning.roofline import Times, roofline
 from zoo.sharding.axes import is_parameter
+from zoo.training.flags import Flags
 from zoo.transformer.config import AttentionConfig, num_flops_per_token
 from zoo.transformer.config import Config as Sizes
 from zoo.transformer.model import Transformer
@@ -78,32 +78,28 @@ class Published:
     accumulate: int = 1
     """Microbatches of the plan's step, where its whole batch does not fit."""
     mesh: str = sharding.storage_mesh(-1)
-    flags: str = ""
-    """Of the published run's compiler flags, the ones that the plan's step is compiled with."""
+    xla: Flags = "default"
+    """Set of the compiler's flags, as the published run has them."""
 
 
 _OFFLOADS = "the published run keeps projections on the host, and recomputes the MLP"
-_NO_WINDOWS = (
-    "--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000 "
-    "--xla_tpu_use_minor_sharding_for_major_trivial_input=true "
-    "--xla_tpu_relayout_group_size_threshold_for_reduce_scatter=1 "
-    "--xla_tpu_assign_all_reduce_scatter_layout=true"
-)
 
 
-def _llama_8b(chips: int, slice_: str, rows: int, seconds: float, flags: str = "") -> Published:
+def _llama_8b(
+    chips: int, slice_: str, rows: int, seconds: float, xla: Flags = "default"
+) -> Published:
     source = f"{_RECIPES}/Llama3.1-8B-MaxText/v6e-{chips}/README.md"
-    remark = _OFFLOADS + (f"; compiled with its flags {flags}" if flags else "")
+    remark = _OFFLOADS + (f"; compiled with its flags, --xla {xla}" if xla != "default" else "")
     sizes = SIZES["llama3-8b"]
     return Published(
-        "Llama 3.1 8B", sizes, f"v6e:{slice_}", rows, 8192, seconds, source, remark, flags=flags
+        "Llama 3.1 8B", sizes, f"v6e:{slice_}", rows, 8192, seconds, source, remark, xla=xla
     )
 
 
 RUNS = {
     "8b-v6e-16": _llama_8b(16, "4x4", 3, 3.393),
     "8b-v6e-32": _llama_8b(32, "4x8", 3, 3.495),
-    "8b-v6e-32-flags": _llama_8b(32, "4x8", 3, 3.495, _NO_WINDOWS),
+    "8b-v6e-32-flags": _llama_8b(32, "4x8", 3, 3.495, "scatter_layouts"),
     "8b-v6e-128": _llama_8b(128, "8x16", 4, 4.602),
     "8b-v6e-256": _llama_8b(256, "16x16", 4, 4.546),
     "8b-context-v5p-64": Published(
@@ -147,21 +143,14 @@ RUNS = {
 }  # fmt: skip
 
 
-_WITHOUT_FLAGS = tuple(name for name, run in RUNS.items() if not run.flags)
-
-
-def calibration(runs: tuple[str, ...] = _WITHOUT_FLAGS) -> list[Table]:
+def calibration(runs: tuple[str, ...] = tuple(RUNS)) -> list[Table]:
     """Set the times that MaxText publishes beside the bounds of a plan of the same step: an hour.
 
     Args:
-        runs: names of the runs to compile, of one set of compiler flags.
+        runs: names of the runs to compile.
     """
-    chosen = [RUNS[name] for name in runs]
-    if len({run.flags for run in chosen}) != 1:
-        raise ValueError(f"runs={runs}: libtpu reads flags once per process; give runs of one set")
-    os.environ["LIBTPU_INIT_ARGS"] = chosen[0].flags  # before libtpu is loaded
     table = Table("published step times beside the plan's bounds, seconds")
-    for run in chosen:
+    for run in (RUNS[name] for name in runs):
         devices = targets.parse(run.target).num_devices
         step = compiled(
             run.sizes,
@@ -171,6 +160,7 @@ def calibration(runs: tuple[str, ...] = _WITHOUT_FLAGS) -> list[Table]:
             seq_len=run.seq_len,
             remat=run.remat,
             accumulate=run.accumulate,
+            xla=run.xla,
         )
         tokens = f"{run.rows * run.seq_len:,.0f}"
         row = {"model": run.model, "slice": run.target, "tokens per chip": tokens}

@@ -137,7 +137,7 @@ CEILINGS = {
     row: 20,
     checkpoint: 4,
     load: 18,
-    finetune: 28,
+    finetune: 29,
     adapters: 30,
     int4_product: 3,
 }

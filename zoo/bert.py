@@ -51,9 +51,9 @@ class Config:
     dropout: float = of_training(0.0)
     """Rate of dropout on the embedding and on each residual update."""
     kernel: Implementation = may_differ("auto")
-    """Attention kernel: auto, chunked, xla, cudnn (its flash kernel, NVIDIA GPUs) or splash (TPUs);
-    or auto with gather or exchange, where a mesh splits rows: keys come to the queries, or devices
-    exchange heads."""
+    """Attention kernel: auto, chunked, xla, cudnn (its flash kernel, NVIDIA GPUs), splash or
+    splash_fused (TPUs); or auto with gather or exchange, where a mesh splits rows: keys come to the
+    queries, or devices exchange heads."""
     remat: Policy = may_differ("none")
     """Rematerialisation in the backward pass: none, dots, dots_no_batch, full."""
     scan_layers: bool = may_differ(True)

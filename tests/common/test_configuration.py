@@ -285,7 +285,7 @@ def test_ids_out_of_the_vocabulary_are_refused(config: Any, token: int):
 
 OF_A_RUN = """run_dir steps mesh on_nonfinite log_every eval_every eval_batches
     final_eval_batches checkpoint_every keep_checkpoints work_dir epochs
-    sequence_parallel distributed plan track norms_every profile
+    sequence_parallel xla distributed plan track norms_every profile
     compilation_cache patience keep_best"""
 OF_TEXT = "sample_tokens sample_every data.files data.cache data.special_tokens"
 MAY_DIFFER = {

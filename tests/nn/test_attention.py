@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from zoo import sharding
 from zoo.nn.attention import attention, masks, splash
-from zoo.nn.attention.attention import attend_to_slots
+from zoo.nn.attention.attention import attend_to_slots, overridden_kernel
 from zoo.nn.attention.masks import WHOLE, Mask
 from zoo.nn.attention.splash import Blocks, blocks_for
 
@@ -124,13 +124,18 @@ def test_pairs_are_those_that_see_each_other(mask: Mask, count: int):
 
 
 def splash_and_chunked(
-    mask: Mask, soft_cap: Any, packed: bool, heads: tuple[int, int], length: int = 200
+    mask: Mask,
+    soft_cap: Any,
+    packed: bool,
+    heads: tuple[int, int],
+    length: int = 200,
+    fused: bool = False,
 ) -> tuple[tuple, tuple]:
     """Outputs and gradients of the kernel, interpreted, and of the zoo's own."""
     *qkv, g = inputs(length, *heads)
     segment_ids = segments(length) if packed else None
     options = {"soft_cap": soft_cap, "scale": 0.3}
-    blocks = {"blocks": Blocks(128, 128, 128), "interpret": True}
+    blocks = {"blocks": Blocks(128, 128, 128), "interpret": True, "fused": fused}
     kernel = jax.jit(flash(mask, segment_ids, **options, **blocks))
     options |= {"causal": mask.causal, "window": mask.window, "segment_ids": segment_ids}
     own = jax.jit(functools.partial(attention, **options, implementation="chunked"))
@@ -145,18 +150,22 @@ def assert_equal(got: tuple, wanted: tuple) -> None:
 @pytest.mark.slow
 def test_splash_matches_chunked_attention_on_a_mesh():
     with sharding.use(sharding.make_mesh("fsdp=2,tensor=4")):
-        assert_equal(*splash_and_chunked(Mask(True, 70), 2.0, True, (8, 4)))
+        for fused in (False, True):
+            assert_equal(*splash_and_chunked(Mask(True, 70), 2.0, True, (8, 4), fused=fused))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("causal", "window", "soft_cap", "heads", "packed"),
-    covering([True, False], [None, 70], [None, 2.0], [(2, 2), (4, 2)], [False, True], strength=3),
+    ("causal", "window", "soft_cap", "heads", "packed", "fused"),
+    covering(
+        [True, False], [None, 70], [None, 2.0], [(2, 2), (4, 2)], *[[False, True]] * 2, strength=3
+    ),
 )
 def test_splash_matches_chunked_attention(
-    causal: bool, window: Any, soft_cap: Any, heads: tuple[int, int], packed: bool
+    causal: bool, window: Any, soft_cap: Any, heads: tuple[int, int], packed: bool, fused: bool
 ):
-    assert_equal(*splash_and_chunked(Mask(causal, window), soft_cap, packed, heads))
+    mask = Mask(causal, window)
+    assert_equal(*splash_and_chunked(mask, soft_cap, packed, heads, fused=fused))
 
 
 @pytest.mark.slow
@@ -220,7 +229,7 @@ def test_auto_uses_splash_where_supported(
     case = {"length": 128, "dtype": jnp.bfloat16, "platform": "tpu", **changes}
     monkeypatch.setattr(jax, "default_backend", lambda: case["platform"])
     q, *_ = inputs(case["length"], dtype=case["dtype"])
-    kernel = lambda q, *_, **options: jnp.full_like(q, 7)
+    kernel = lambda q, *_, fused, **options: jnp.full_like(q, 8 if fused else 7)
     monkeypatch.setattr(sys.modules[attention.__module__], "splash", kernel)
     attend = lambda **options: attention(
         q, q, q, causal=False, window=9, soft_cap=2.0, segment_ids=segments(len(q[0])), **options
@@ -229,6 +238,9 @@ def test_auto_uses_splash_where_supported(
     ok = contextlib.nullcontext()
     with ok if message == "splash" else pytest.raises(ValueError, match=message):
         attend(implementation="splash")
+        assert (attend(implementation="splash_fused") == 8).all()
+        with overridden_kernel("chunked"):
+            assert (attend() != 7).any()
 
 
 def test_default_chunk_size_matches_xla():

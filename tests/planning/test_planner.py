@@ -1,4 +1,4 @@
-"""The search of a mesh: all by hand, the best few compiled."""
+"""The search of settings: meshes by hand, the best of them and other settings compiled."""
 
 import dataclasses
 import functools
@@ -18,6 +18,7 @@ from zoo.planning.planner import Candidate, candidates, search
 from zoo.planning.roofline import Times
 from zoo.publishing.tensors import num_parameters
 from zoo.training import chips
+from zoo.training.description import Training
 
 CHIP = dataclasses.replace(chips.CHIPS["h100"], memory=100.0)
 TARGET = dataclasses.replace(targets.parse("h100:8"), chip=CHIP)
@@ -105,51 +106,116 @@ def test_the_fastest_by_hand_comes_first():
     assert [each.seconds for each in found] == sorted(each.seconds for each in found)
 
 
-def compiled(monkeypatch, times, too_large=(), broken=()):
-    """A compiler that takes times by their mesh; and what the search says, and compiles."""
-    said, made = [], []
+def searched(monkeypatch, times, too_large=(), broken=(), rows=8, target="v6e:2x4", **settings):
+    """A search by a compiler that takes times, by flags as they are said.
 
-    def make_job(mesh):
-        return mock.NonCallableMagicMock(spec=Job, mesh=mesh)
+    Its result, or None; what it says, and the flags that it compiled.
+    """
+    said, made = [], []
+    monkeypatch.setattr(planner, "say", said.append)
+    where = dataclasses.replace(targets.parse(target), chip=dataclasses.replace(TPU, memory=100.0))
+    training = {"data": mock.Mock(batch_size=rows), "remat": "full", "remat_flag": "--remat"}
+    given = Job(
+        training=mock.NonCallableMagicMock(spec=Training, **training),
+        **{"mesh": "fsdp=-1", "remat": "full"} | settings,
+    )
 
     def make(job, target):
-        made.append(job.mesh)
-        if job.mesh in broken:
+        made.append(planner.describe(given, job))
+        if made[-1] in broken:
             raise CompilerError("it aborted")
-        memory = mock.Mock(fits=job.mesh not in too_large, total=50.0)
-        return mock.NonCallableMagicMock(spec=Estimate, job=job, memory=memory)
+        memory = mock.Mock(fits=made[-1] not in too_large, total=50.0, limit=100.0)
+        return mock.NonCallableMagicMock(spec=Estimate, job=job, memory=memory, compile_seconds=1.0)
 
     def roofline(estimate):
-        return mock.Mock(by_op=Times(compute=times[estimate.job.mesh]))
+        return mock.Mock(by_op=Times(compute=times(planner.describe(given, estimate.job))))
 
     monkeypatch.setattr(planner, "roofline", roofline)
-    found = [Candidate(mesh, 10.0, 1.0, 0.5, 0.1) for mesh in times]
-    large = Candidate("data=8", 1000.0, 0.1, 0.0, 0.0)
     monkeypatch.setattr(planner, "make_estimate", make)
-    monkeypatch.setattr(planner, "say", said.append)
-    result = search([large, *found], make_job, TARGET)
-    return result, said, made
+    meshes = ["fsdp=8", "data=2,fsdp=4", "fsdp=4,tensor=2", "data=8"]
+    found = [Candidate(mesh, 10.0, 1.0, 0.5, 0.1) for mesh in meshes]
+    large = Candidate("data=4,fsdp=2", 1000.0, 0.1, 0.0, 0.0)
+    try:
+        return search([large, *found], given, where), said, made
+    except ValueError as error:
+        return error, said, made
 
 
-def test_the_best_few_are_compiled_and_the_fastest_is_taken(monkeypatch):
-    times = {"a": 3.0, "b": 2.0, "c": 4.0, "d": 1.0}
-    (estimate, reason), said, made = compiled(monkeypatch, times)
-    assert made == ["a", "b", "c"]  # not what does not fit by its state, nor more than three
-    assert estimate.job.mesh == "b"
-    assert reason == "--mesh b: 2.000 s by instruction, the least of 3; a takes 1.50 of its time"
+TPU = chips.CHIPS["v6e"]
+FSDP, MIXED, TENSOR = "--mesh fsdp=8", "--mesh data=2,fsdp=4", "--mesh fsdp=4,tensor=2"
+
+
+def test_settings_are_searched_one_kind_after_another(monkeypatch):
+    worth = {"no_windows": 0.7, "remat dots_no_batch": 0.9, "splash_fused": 0.8, "data=2": 0.95}
+
+    def times(given):
+        return 10.0 * math.prod(share for name, share in worth.items() if name in given)
+
+    (estimate, reason), said, made = searched(monkeypatch, times)
+    flags, remat = " --xla no_windows", "--remat dots_no_batch "
+    assert made == [
+        FSDP,
+        FSDP + flags,
+        f"{FSDP} --xla scatter_layouts",
+        f"{remat}{FSDP}{flags}",
+        f"--remat dots {FSDP}{flags}",
+        f"--remat none {FSDP}{flags}",
+        f"{remat}{FSDP} --kernel splash_fused{flags}",
+        f"{remat}{MIXED} --kernel splash_fused{flags}",
+        f"{remat}{TENSOR} --kernel splash_fused{flags}",
+    ]
+    job = estimate.job
+    assert (job.xla, job.remat, job.kernel) == ("no_windows", "dots_no_batch", "splash_fused")
+    assert job.mesh == "data=2,fsdp=4"
+    lines = reason.splitlines()
+    assert lines[0] == f"{made[-2]}: 4.788 s by instruction"
+    assert [line.split(";")[0] for line in lines[1:-1]] == [
+        "  settings that fit: 10.000 s",
+        "  flags of the compiler: 7.000 s",
+        "  remat and microbatches: 6.300 s",
+        "  attention kernel: 5.040 s",
+        "  mesh: 4.788 s",
+    ]
+    assert lines[-1] == "50 B of 100 B are left over"
     assert said[0] == "5 meshes divide the model and the batch; the state of 4 fits"
-    assert "by hand 1.100 s (products 1.000, parameters 0.500, activations 0.100)" in said[1]
 
 
-def test_meshes_that_do_not_fit_or_compile_are_passed_over(monkeypatch):
-    times = {"a": 3.0, "b": 2.0, "c": 4.0, "d": 1.0}
-    (estimate, _), said, made = compiled(monkeypatch, times, too_large={"a"}, broken={"b"})
-    assert made == ["a", "b", "c", "d"]
-    assert estimate.job.mesh == "d"
+def test_a_search_says_first_that_nothing_fits_as_given(monkeypatch):
+    """And then compiles what needs less memory, before anything that is faster."""
+    split = f"{TENSOR} --sequence-parallel --accumulate 2"
+    (estimate, reason), said, made = searched(monkeypatch, lambda given: 1.0, too_large={FSDP})
+    assert made[:2] == [FSDP, split]
+    assert said.index("  50 B: does not fit") < said.index(
+        "looking for a change that fits, before any that is faster"
+    ) < said.index(f"{split}: compiling …")  # fmt: skip
+    assert planner.describe(estimate.job, estimate.job) == ""
+    assert "  flags of the compiler: no gain; 2 compiled" in reason
+
+
+def test_a_search_in_which_nothing_fits_or_compiles_is_an_error(monkeypatch):
+    every = mock.MagicMock(__contains__=lambda self, given: True)
+    error, _, made = searched(monkeypatch, lambda given: 1.0, too_large=every)
+    assert str(error).startswith(f"mesh='search': none of the {len(made)} settings")
+    assert len(made) == len(set(made)) == 6
+    broken, said, _ = searched(monkeypatch, lambda given: 1.0, broken=every)
+    assert isinstance(broken, ValueError)
     assert any("it cannot be: it aborted" in line for line in said)
-    many = dict.fromkeys("abcdefgh", 1.0)
-    with pytest.raises(ValueError, match=r"'search': none of the 6 meshes .* of h100:8, fits"):
-        compiled(monkeypatch, many, too_large=set(many))
+
+
+def test_memory_that_is_left_takes_fewer_microbatches_and_less_remat(monkeypatch):
+    """A policy that does not fit is tried in smaller microbatches, and the next only if it did."""
+
+    def times(given):
+        return 8.0 * (0.9 if "dots" in given else 1.0) * (1 if "accumulate" in given else 1.1)
+
+    too_large = {f"--remat dots_no_batch {FSDP}", f"--remat dots {FSDP}"}
+    given = {"rows": 16, "accumulate": 1}
+    (estimate, _), _, made = searched(monkeypatch, times, too_large, **given)
+    job = estimate.job
+    assert (job.remat, job.accumulate) == ("dots_no_batch", 2)
+    assert f"--remat none {FSDP} --accumulate 4" not in made
+    fewer = searched(monkeypatch, lambda given: 1.0 if "1" in given else 2.0, rows=16, accumulate=2)
+    assert fewer[0][0].job.accumulate == 1
 
 
 def test_a_search_needs_peaks(monkeypatch):

@@ -34,10 +34,10 @@ from zoo.planning import (
     targets,
 )
 from zoo.planning import job as planning_job
-from zoo.planning.job import Job, Memory, make_estimate, wanted_bytes
+from zoo.planning.job import CompilerError, Job, Memory, make_estimate, wanted_bytes
 from zoo.quantization.matrix import quantize
 from zoo.sharding.axes import ShardingError, is_parameter
-from zoo.training import chips
+from zoo.training import chips, flags
 from zoo.training.state import abstract_state, init_state
 from zoo.training.step import make_train_step
 
@@ -488,9 +488,12 @@ def test_flash_attention_counts_the_blocks_that_it_sees(mask, mesh, monkeypatch)
     own = counted(functools.partial(attention, **options, implementation="chunked"))
     with sharding.use(sharding.make_mesh(mesh, jax.devices()[: 8 if mesh else 1])):
         kernel = counted(flash(mask, blocks=Blocks(512, 512, 512)))
+        fused = counted(flash(mask, blocks=Blocks(512, 512, 512), fused=True))
     # Of the same chunks; its two kernels of the backward pass both compute the logits.
     output_times_gradient = 2 * math.prod(q.shape)
     assert kernel == own * 9 / 7 + output_times_gradient
+    if mask.window is None:  # else its steps over blocks which nothing sees count too
+        assert fused == own + output_times_gradient
 
 
 @pytest.mark.parametrize("mesh", ["", "fsdp=2,tensor=4"])
@@ -1061,3 +1064,21 @@ def test_another_compiler_than_jax_asks_for_is_a_warning(found, pin, is_other, m
     monkeypatch.setattr(targets.importlib.metadata, "requires", pins)
     warning = "".join(targets.compiler_mismatch())
     assert (f"libtpu {found} is not the compiler that jax" in warning) == is_other
+
+
+def test_a_job_is_compiled_with_its_flags_and_kernel(monkeypatch):
+    """As names that the compiler and the platform do not know show; the report has both."""
+    monkeypatch.setitem(flags.SETS, "cpu", {"overlap": {"xla_unheard_of": True}})
+    where = targets.parse("cpu:8")
+    with pytest.raises(CompilerError, match="xla_unheard_of"):
+        make_estimate(job(xla="overlap"), where)
+    with pytest.raises(ValueError, match=r"xla='no_windows'.*cpu"):
+        make_estimate(job(xla="no_windows"), where)
+    with pytest.raises(ValueError, match=r"kernel='splash_fused' needs a TPU"):
+        make_estimate(job(kernel="splash_fused"), where)
+    title = report.title(
+        dataclasses.replace(small_estimate(), job=job(xla="overlap", kernel="xla"))
+    )
+    assert title.endswith("xla, --xla overlap")
+    # The estimate of a GPU is of a program for CPUs, whose compiler has no use for them.
+    assert make_estimate(job(xla="overlap"), targets.parse("24GiB:8")).memory.fits

@@ -17,6 +17,7 @@ from zoo import sharding
 from zoo.common.configuration import check, require
 from zoo.data.datasets import HostBatch, Row, SeededDataset, check_batch_size
 from zoo.decoding.decoder import decoder_of
+from zoo.nn.attention.attention import Implementation
 from zoo.nn.precision import Precision
 from zoo.nn.products import Kind
 from zoo.nn.remat import Policy
@@ -31,6 +32,7 @@ from zoo.publishing.tensors import quantized_skeleton
 from zoo.sharding.axes import is_parameter
 from zoo.training import losses, optimizers
 from zoo.training.description import Training
+from zoo.training.flags import Flags
 from zoo.training.state import Pretrained
 from zoo.transformer.config import (
     AttentionConfig,
@@ -67,7 +69,7 @@ class Config:
     4 bits."""
     mesh: str = sharding.storage_mesh(-1)
     """Devices by axis, such as fsdp=8,tensor=2; -1 takes the remaining ones. With "search" the
-    fastest: all are compared by hand, and the best few compiled."""
+    fastest, with the flags, remat, microbatches and kernel to go with it: each is compiled."""
     batch_size: int | None = None
     """Rows of a batch, on all devices together; one per part of the batch if not given."""
     seq_len: int = 4096
@@ -81,6 +83,10 @@ class Config:
     """Microbatches per batch, computed one after the other."""
     sequence_parallel: bool = False
     """Split activations along the sequence between the tensor-parallel parts."""
+    kernel: Implementation = "auto"
+    """Attention kernel, as of recipes.lm."""
+    xla: Flags = "default"
+    """Set of the compiler's flags: no_windows or scatter_layouts (TPUs)."""
     optimizer: Literal["adamw", "adam", "lion", "adafactor", "muon"] = "adamw"
     """Update rule."""
     lora: LoraConfig = LoraConfig()
@@ -194,6 +200,8 @@ def make_job(config: Config, model: PyTree, target: Target) -> Job:
         accumulate=config.accumulate,
         sequence_parallel=config.sequence_parallel,
         remat=config.remat,
+        kernel=None if config.kernel == "auto" else config.kernel,
+        xla=config.xla,
     )
 
 
@@ -209,18 +217,14 @@ def search(config: Config, model: PyTree, target: Target) -> tuple[Estimate, str
             f"name a mesh for {config.model} on {target.name}"
         )
     rows = config.batch_size or target.num_devices * config.accumulate
-    given = dataclasses.replace(config, batch_size=rows)
     parameters = sum(x.size for x in jax.tree.leaves(model) if is_parameter(x))
     needed = flops.per_token(model, config.seq_len) or 0.0
     work = needed * rows * config.seq_len * (4 / 3 if config.remat == "full" else 1)
     found = planner.candidates(
         model.config, parameters, work, rows // config.accumulate, config.seq_len, target
     )
-    return planner.search(
-        found,
-        lambda mesh: make_job(dataclasses.replace(given, mesh=mesh), model, target),
-        target,
-    )
+    given = dataclasses.replace(config, batch_size=rows, mesh=sharding.storage_mesh(-1))
+    return planner.search(found, make_job(given, model, target), target)
 
 
 def lighter(config: Config, folder: Path | None, target: Target) -> Iterator[tuple[str, Job]]:

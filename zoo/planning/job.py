@@ -16,6 +16,7 @@ from jaxtyping import PyTree
 from zoo import sharding
 from zoo.data.datasets import batch_shapes
 from zoo.nn import remat
+from zoo.nn.attention.attention import Implementation, overridden_kernel
 from zoo.nn.precision import DTYPES, Precision
 from zoo.nn.products import is_quantized
 from zoo.nn.remat import Policy
@@ -23,7 +24,9 @@ from zoo.planning import collectives, costs, flops, hlo
 from zoo.planning.collectives import Topology
 from zoo.planning.targets import Target
 from zoo.sharding.axes import is_parameter
+from zoo.training import flags
 from zoo.training.description import Training
+from zoo.training.flags import Flags
 from zoo.training.state import Trainable, TrainState, trained_leaves
 from zoo.wrappers.lora import is_adapted
 
@@ -44,6 +47,10 @@ class Job:
     clip_norm: float | None = 1.0
     remat: Policy | None = None
     """Takes the place of the policy that the model's configuration names."""
+    kernel: Implementation | None = None
+    """Likewise, of its attention kernel."""
+    xla: Flags = "default"
+    """Set of the compiler's flags."""
 
     @property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -172,18 +179,20 @@ def make_estimate(job: Job, target: Target, *, compiled: Any = None) -> Estimate
     A program that has been compiled already may be given as `compiled`.
 
     Raises:
-        ValueError, ImportError: as `Target.devices`; sizes that the mesh does not divide; a loop
-            or a kernel of which it is not known how often it runs.
+        ValueError, ImportError: as `Target.devices`; sizes that the mesh does not divide; flags
+            that the target lacks; a loop or a kernel of which it is not known how often it runs.
         JaxRuntimeError: the compiler gave up for another reason than the memory.
     """
     mesh = sharding.make_mesh(job.mesh, target.devices())
     rules = sharding.SEQUENCE_PARALLEL if job.sequence_parallel else sharding.RULES
     layout = sharding.Layout(mesh, rules)
+    options = flags.options(job.xla, target.chip.kind)
+    options = options if target.is_exact else {}  # the CPU's compiler has none of a GPU's
     began = time.monotonic()
     state, traced = _trace(job, layout)
     refusal = ""
     try:
-        compiled = compiled or traced.lower().compile()
+        compiled = compiled or traced.lower().compile(compiler_options=options or None)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise CompilerError(f"target={target.name!r}: the compiler gave up: {error}") from error
@@ -215,7 +224,7 @@ def make_estimate(job: Job, target: Target, *, compiled: Any = None) -> Estimate
 
 def _trace(job: Job, mesh: Mesh | sharding.Layout) -> tuple[TrainState, Any]:
     """The skeleton of the state, and the step on it."""
-    with remat.overridden(job.remat):
+    with remat.overridden(job.remat), overridden_kernel(job.kernel):
         state = job.training.blueprint(jax.random.key(0), mesh=mesh).skeleton
         step = job.training.step(
             mesh=mesh,

@@ -7,12 +7,14 @@ them the transfers of parameters and gradients, and after them those of activati
 product waits for. Each has the links that its axis of the mesh has on the target.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import math
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import jax
@@ -20,6 +22,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from zoo import sharding
+from zoo.nn import remat
 from zoo.nn.attention.context_parallel import Exchange
 from zoo.nn.attention.masks import Mask
 from zoo.nn.precision import Precision
@@ -31,6 +34,7 @@ from zoo.planning.targets import Target
 from zoo.runs.config import Config
 from zoo.runs.run import Run
 from zoo.sharding import MESH_AXES, ShardingError
+from zoo.training import flags
 from zoo.training.description import Training
 from zoo.transformer.config import Config as Sizes
 
@@ -86,6 +90,7 @@ def make_job(run: Run[Config], training: Training) -> Job:
         sequence_parallel=config.sequence_parallel,
         clip_norm=config.clip_norm,
         remat=training.remat,
+        xla=config.xla,
     )
 
 
@@ -115,17 +120,17 @@ def suggest(estimate: Estimate, others: Iterable[tuple[str, Job]] = ()) -> str |
             yield describe(job, changed), changed
 
     say("\nlooking for a change that fits; each is compiled")
-    for flags, changed in itertools.chain(changed_jobs(), others):
-        say(f"trying {flags} …")
+    for given, changed in itertools.chain(changed_jobs(), others):
+        say(f"trying {given} …")
         found = attempt(changed, target)
         if found is None or not found.memory.fits:
             continue
         say(f"  {report.gigabytes(found.memory.total)}: fits")
         # A run may be out of memory although its step would fit: others have some of it.
         if found.memory.total < estimate.memory.total:
-            say(f"This fits: {flags}\n")
+            say(f"This fits: {given}\n")
             report.show(found)
-            return flags
+            return given
     say("Nothing that was tried fits: take more devices, or larger ones.")
     return None
 
@@ -177,16 +182,20 @@ def changes(job: Job, target: Target) -> Iterator[Job]:
 
 def describe(job: Job, changed: Job) -> str:
     """The flags that make the one job the other."""
-    flags = []
+    found = []
     if changed.remat != job.remat:
-        flags.append(f"{job.remat_flag} {changed.remat}")
+        found.append(f"{job.remat_flag} {changed.remat}")
     if changed.mesh != job.mesh:
-        flags.append(f"--mesh {changed.mesh}")
+        found.append(f"--mesh {changed.mesh}")
     if changed.sequence_parallel != job.sequence_parallel:
-        flags.append("--sequence-parallel")
+        found.append("--sequence-parallel")
     if changed.accumulate != job.accumulate:
-        flags.append(f"--accumulate {changed.accumulate}")
-    return " ".join(flags)
+        found.append(f"--accumulate {changed.accumulate}")
+    if changed.kernel != job.kernel:
+        found.append(f"--kernel {changed.kernel}")
+    if changed.xla != job.xla:
+        found.append(f"--xla {changed.xla}")
+    return " ".join(found)
 
 
 # --- The fastest mesh ----------------------------------------------------------------------------
@@ -203,7 +212,6 @@ def _axes(name: str) -> tuple[str, ...]:
 
 _SPLIT, _ROWS, _TOKENS = _axes("heads"), _axes("batch"), _axes("seq")
 _EXPERTS = tuple(axis for axis in _axes("experts") if axis not in _SPLIT)
-_FITTING = 3  # compiled meshes that are compared
 
 
 @dataclass(frozen=True)
@@ -330,48 +338,126 @@ def _by_hand(
     )
 
 
-def search(
-    found: list[Candidate],
-    make_job: Callable[[str], Job],
-    target: Target,
-) -> tuple[Estimate, str]:
-    """Compile the best candidates by hand, and take the fastest that fits, with the reason.
+def search(found: list[Candidate], job: Job, target: Target) -> tuple[Estimate, str]:
+    """The fastest settings for a job, with the reason; each is compiled, as training compiles it.
+
+    From the best mesh by hand whose step fits, or the first change of it that does, one kind of
+    settings after another: those first that have been worth the most.
 
     Raises:
         ValueError: no mesh divides, or none fits.
     """
     fitting = [each for each in found if each.state < target.chip.memory]
     say(f"{len(found)} meshes divide the model and the batch; the state of {len(fitting)} fits")
-    tried: list[tuple[float, str, Estimate]] = []
-    for number, each in enumerate(fitting):
-        if len(tried) == _FITTING or number == _MOST:
-            break
-        say(
-            f"{each.mesh}: by hand {each.seconds:.3f} s (products {each.compute:.3f}, parameters "
-            f"{each.parameters:.3f}, activations {each.activations:.3f}); compiling …"
+    trial = _Search(job, target)
+    trial.start([each.mesh for each in fitting])
+    if trial.best is None:
+        raise ValueError(
+            f"mesh='search': none of the {len(trial.tried)} settings that were compiled, of "
+            f"{len(found)} meshes of {target.name}, fits: take more devices, --accumulate, "
+            "--remat full, or a --batch-size that they divide"
         )
-        estimate = attempt(make_job(each.mesh), target)
+    if target.chip.kind == "tpu":  # the estimate of a GPU is of a program for CPUs
+        with trial.stage("flags of the compiler"):
+            for name in flags.names("tpu"):
+                trial.change(xla=name)
+    with trial.stage("remat and microbatches"):
+        trial.keep_more()
+    if target.chip.kind == "tpu":
+        with trial.stage("attention kernel"):
+            trial.change(kernel="splash_fused")
+    with trial.stage("mesh"):
+        for each in fitting[1 : _OTHERS + 1]:
+            trial.change(mesh=each.mesh, sequence_parallel=job.sequence_parallel)
+    return trial.best, trial.reason()
+
+
+_OTHERS = 2  # meshes that are compiled beside the best one by hand
+
+
+@dataclass
+class _Search:
+    """The fastest settings so far, and what was compiled to find them."""
+
+    job: Job
+    target: Target
+    best: Estimate | None = None
+    seconds: float = math.inf
+    tried: list[str] = field(default_factory=list)
+    stages: list[str] = field(default_factory=list)
+
+    def start(self, meshes: list[str]) -> None:
+        """Find settings that fit: the first mesh, what needs less memory there, other meshes."""
+        with self.stage("settings that fit"):
+            jobs = [dataclasses.replace(self.job, mesh=mesh) for mesh in meshes]
+            found = (each for first in jobs[:1] for each in changes(first, self.target))
+            less = itertools.islice(found, _MOST - 1 - _OTHERS)
+            for each in itertools.islice(itertools.chain(jobs[:1], less, jobs[1:]), _MOST):
+                if self.offer(each):
+                    return
+                if len(self.tried) == 1:
+                    say("looking for a change that fits, before any that is faster")
+
+    def offer(self, changed: Job) -> bool:
+        """Compile a job, take it if it is the fastest so far, and say whether it fits."""
+        self.tried.append(describe(self.job, changed))
+        say(f"{self.tried[-1]}: compiling …")
+        estimate = attempt(changed, self.target)
         if estimate is None or not estimate.memory.fits:
-            continue
+            return False
         roof = roofline(estimate)
         assert roof is not None, "a target without peaks is refused before"
         by_op = roof.by_op
+        ratio = f", {by_op.seconds / self.seconds:.3f} of the best so far" * (self.best is not None)
         say(
             f"  {by_op.seconds:.3f} s by instruction (products {by_op.compute:.3f}, memory "
-            f"{by_op.memory:.3f}, links {by_op.links:.3f}), "
-            f"{report.gigabytes(estimate.memory.total)}"
+            f"{by_op.memory:.3f}, links {by_op.links:.3f}){ratio}; "
+            f"{report.gigabytes(estimate.memory.total)}; compiled in "
+            f"{estimate.compile_seconds:.0f} s"
         )
-        tried.append((by_op.seconds, each.mesh, estimate))
-    if not tried:
-        raise ValueError(
-            f"mesh='search': none of the {min(len(fitting), _MOST)} meshes that were compiled, of "
-            f"{len(found)} of {target.name}, fits: take more devices, --accumulate, --remat full, "
-            "or a --batch-size that they divide"
-        )
-    tried.sort(key=lambda each: each[:2])
-    seconds, mesh, estimate = tried[0]
-    reason = f"--mesh {mesh}: {seconds:.3f} s by instruction"
-    if len(tried) > 1:
-        reason += f", the least of {len(tried)}; {tried[1][1]} takes {tried[1][0] / seconds:.2f} of"
-        reason += " its time"
-    return estimate, reason
+        if by_op.seconds < self.seconds:
+            self.best, self.seconds = estimate, by_op.seconds
+        return True
+
+    def change(self, **settings: Any) -> bool:
+        """Offer the best job with other settings, unless they were tried or do not divide."""
+        assert self.best is not None
+        changed = dataclasses.replace(self.best.job, **settings)
+        mesh = sharding.abstract_mesh(changed.mesh, self.target.num_devices)
+        parts = sharding.num_batch_parts(mesh) * changed.accumulate
+        if describe(self.job, changed) in self.tried or changed.training.data.batch_size % parts:
+            return False
+        return self.offer(changed)
+
+    def keep_more(self) -> None:
+        """Use the memory that is left: fewer microbatches, then policies that recompute less.
+
+        One that does not fit is tried with twice the microbatches, and is the last if that neither.
+        """
+        assert self.best is not None
+        accumulate, policies = self.best.job.accumulate, [*remat.POLICIES]
+        while accumulate % 2 == 0 and self.change(accumulate=accumulate // 2):
+            accumulate //= 2
+        accumulate = self.best.job.accumulate
+        for policy in reversed(policies[: policies.index(self.best.job.remat or "none")]):
+            if not self.change(remat=policy, accumulate=accumulate):
+                accumulate *= 2
+                if not self.change(remat=policy, accumulate=accumulate):
+                    break
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Note the time that a part of the search takes, and what it gains."""
+        began, before, tried = time.monotonic(), self.seconds, len(self.tried)
+        yield
+        gain = f"{self.seconds:.3f} s" if self.seconds < before else "no gain"
+        count, seconds = len(self.tried) - tried, time.monotonic() - began
+        self.stages.append(f"  {name}: {gain}; {count} compiled in {seconds:.0f} s")
+
+    def reason(self) -> str:
+        """The settings as flags, the parts of the search, and the memory that is left over."""
+        assert self.best is not None
+        memory = self.best.memory
+        left, limit = (report.gigabytes(x) for x in (memory.limit - memory.total, memory.limit))
+        head = f"{describe(self.job, self.best.job)}: {self.seconds:.3f} s by instruction"
+        return "\n".join([head, *self.stages, f"{left} of {limit} are left over"])

@@ -7,6 +7,7 @@ from zoo.planning import collectives, targets
 from zoo.planning.job import Estimate, Memory, Parameters
 from zoo.planning.roofline import Roofline, flash_share, roofline
 from zoo.runs.command_line import console
+from zoo.training import flags
 
 Rows = list[tuple[str, str, str]]
 
@@ -32,6 +33,8 @@ def title(estimate: Estimate) -> str:
         parts.append(f"{job.accumulate} microbatches")
     if job.sequence_parallel:
         parts.append("sequence parallel")
+    parts += [job.kernel] if job.kernel is not None else []
+    parts += [f"--xla {job.xla}"] if job.xla != "default" else []
     return ", ".join(parts)
 
 
@@ -199,6 +202,10 @@ def caveats(estimate: Estimate) -> list[str]:
             f"An estimate: no compiler for {chip.name} without one, so this is XLA's program for "
             "as many virtual CPU devices, which fuses less and keeps more arrays than a GPU's."
         )
+    if given := flags.options(estimate.job.xla, chip.kind):
+        listed = " ".join(f"{name}={value}" for name, value in given.items())
+        left_out = "" if estimate.target.is_exact else ", which this estimate leaves out"
+        found.append(f"--xla {estimate.job.xla} is {listed}{left_out}.")
     if chip.kind == "gpu" and not estimate.target.present:
         found.append(
             "JAX takes 75% of a GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says more."

@@ -12,6 +12,7 @@ from zoo.common.configuration import may_differ, require
 from zoo.nn.precision import Precision
 from zoo.runs.processes import RunError
 from zoo.runs.remote import folder
+from zoo.training.flags import Flags
 
 TRACKER_NAMES = ("wandb", "mlflow", "tensorboard", "trackio")
 _POSITIVE = "steps accumulate log_every eval_every eval_batches final_eval_batches patience"
@@ -69,6 +70,9 @@ class Config:
     work_dir: Path | None = may_differ(None)
     """Local folder that a run at an address works in; by default one in ~/.cache/zoo/runs. Several
     processes share it."""
+    xla: Flags = may_differ("default")
+    """Set of the compiler's flags for the train step: no_windows or scatter_layouts (TPUs), overlap
+    (GPUs). `python -m zoo plan --mesh search` compares them."""
     sequence_parallel: bool = may_differ(False)
     """Split activations along the sequence between the tensor-parallel parts."""
     distributed: bool = may_differ(False)

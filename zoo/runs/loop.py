@@ -106,6 +106,7 @@ def fit(
             precision=run.precision,
             accumulate=config.accumulate,
             clip_norm=config.clip_norm,
+            xla=config.xla,
         )
         try:
             _compile(run, step_fn, state, training.data)

@@ -15,6 +15,7 @@ from jaxtyping import Array, PyTree
 from zoo import sharding
 from zoo.data.loader import Accepted, check_values
 from zoo.sharding.axes import is_parameter
+from zoo.training.flags import Options
 from zoo.training.loss_checks import Checks
 
 Metrics = dict[str, Any]  # scalars; of an evaluation also pairs of them
@@ -48,10 +49,11 @@ class CompiledStep:
         checks: Checks,
         accumulate: int = 1,
         donate: bool = False,
+        options: Options | None = None,
     ):
         self._function = function
         self._layout = sharding.layout_of(mesh)
-        self._accumulate, self._donate = accumulate, donate
+        self._accumulate, self._donate, self._options = accumulate, donate, options
         self._compiled: dict[tuple, Program] = {}
         self._checks = checks
         self._under_way: deque[Metrics] = deque()
@@ -72,9 +74,13 @@ class CompiledStep:
     def lower(self, state: PyTree, batch: PyTree) -> "Program":
         """The compiled program for one batch, for its `memory_analysis` or its text."""
         with sharding.use(self._layout):
-            program = Program(self._function, state, self._place(batch), donate=self._donate)
+            program = self._program(state, batch)
             program.compiled  # noqa: B018
         return program
+
+    def _program(self, state: PyTree, batch: PyTree) -> "Program":
+        batch = self._place(batch)
+        return Program(self._function, state, batch, donate=self._donate, options=self._options)
 
     @property
     def programs(self) -> list[jax.stages.Compiled]:
@@ -87,7 +93,7 @@ class CompiledStep:
         Nothing is allocated, and the mesh may be of devices that this machine does not have.
         """
         with sharding.use(self._layout):
-            return Program(self._function, state, self._place(batch), donate=self._donate).traced
+            return self._program(state, batch).traced
 
     def __call__(self, state: PyTree, batch: PyTree) -> tuple[Any, Metrics]:
         """Run a step, asynchronously; where `IN_FLIGHT` are under way, wait for the oldest first.
@@ -203,7 +209,16 @@ class Program:
     takes as long as the step itself, and `eqx.filter_jit` does it several times.
     """
 
-    def __init__(self, function: Callable[..., Any], state: PyTree, batch: PyTree, *, donate: bool):
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        state: PyTree,
+        batch: PyTree,
+        *,
+        donate: bool,
+        options: Options | None = None,
+    ):
+        self._options = options or None  # JAX keeps a program compiled without any
         leaves, structure = jax.tree.flatten((state, batch))
         num_state = len(jax.tree.leaves(state))
         arrays = [i for i, x in enumerate(leaves) if is_parameter(x)]
@@ -229,7 +244,7 @@ class Program:
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
         """The program, compiled at the first use."""
-        return self.traced.lower().compile()
+        return self.traced.lower().compile(compiler_options=self._options)
 
     def __call__(self, leaves: list[Any]) -> Any:
         """The step's outputs, for the leaves of a state and a batch."""

@@ -13,6 +13,7 @@ from zoo.data.datasets import Dataset
 from zoo.nn.precision import Precision
 from zoo.nn.remat import Policy
 from zoo.training.compiled import CompiledStep
+from zoo.training.flags import Flags
 from zoo.training.loss_values import LossFunction
 from zoo.training.state import Blueprint, Pretrained, Trainable, TrainState, without_frozen
 from zoo.training.step import make_train_step
@@ -90,6 +91,7 @@ class Training:
         precision: Precision | str,
         accumulate: int = 1,
         clip_norm: float | None = 1.0,
+        xla: Flags = "default",
     ) -> CompiledStep:
         """The train step; see `make_train_step`."""
         return make_train_step(
@@ -100,4 +102,5 @@ class Training:
             accumulate=accumulate,
             clip_norm=clip_norm if self.clips else None,
             trainable=self.trainable,
+            xla=xla,
         )

@@ -25,7 +25,9 @@ from zoo.nn.precision import Precision, check_precision, exact_products
 from zoo.nn.products import platform
 from zoo.nn.stateful import moved, states, with_states
 from zoo.sharding.axes import check_model
+from zoo.training import flags
 from zoo.training.compiled import CompiledStep, Metrics
+from zoo.training.flags import Flags
 from zoo.training.loss_checks import Checks
 from zoo.training.loss_values import (
     EVAL_NAMES,
@@ -56,6 +58,7 @@ def make_train_step(
     accumulate: int = 1,
     clip_norm: float | None = 1.0,
     trainable: Trainable | None = None,
+    xla: Flags = "default",
 ) -> CompiledStep:
     """The train step: `state, metrics = step(state, batch)`, with the state's buffers donated.
 
@@ -65,6 +68,7 @@ def make_train_step(
     were, and counts as skipped. Given `trainable`, a function from a model to a tree of booleans
     like it, the rest is frozen: it has no gradient, and stays as it is bit for bit. `mesh` is
     `init_state`'s. In "int8" it computes in bf16, and multiplies the matrices of blocks in int8.
+    `xla` names a set of the compiler's flags, of `zoo.training.flags`.
 
     For a model that is not the zoo's, the floating-point entries of the batch are cast to
     `precision` with the parameters. Labels, targets and weights stay in fp32, and so does what the
@@ -88,11 +92,11 @@ def make_train_step(
     Raises:
         TypeError: `optimizer` is not an optax transformation; at the first call, a loss function
             that returns something else, or no new State.
-        ValueError: `accumulate`, `clip_norm` or `precision` out of range, or a precision that the
-            devices lack; at a call, rows that do not divide; at the first call, the state of
-            another optimizer, a metric whose name is taken or that is no number, a total that is no
-            sum, a State of other shapes or dtypes, a batch without an entry that the loss names, or
-            "int8" for a model that multiplies nothing in it.
+        ValueError: `accumulate`, `clip_norm` or `precision` out of range, or a precision or flags
+            that the devices lack; at a call, rows that do not divide; at the first call, the state
+            of another optimizer, a metric whose name is taken or that is no number, a total that is
+            no sum, a State of other shapes or dtypes, a batch without an entry that the loss names,
+            or "int8" for a model that multiplies nothing in it.
         ShardingError: at the first call, a pattern of a layout's `axes` that names nothing.
     """
     layout = sharding.layout_of(mesh)
@@ -112,7 +116,14 @@ def make_train_step(
         checks.dtypes(state.model, batch, state.key)
         return outputs
 
-    return CompiledStep(train_step, mesh=layout, accumulate=accumulate, donate=True, checks=checks)
+    return CompiledStep(
+        train_step,
+        mesh=layout,
+        accumulate=accumulate,
+        donate=True,
+        options=flags.options(xla, layout.mesh),
+        checks=checks,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,9 +40,9 @@ class AttentionConfig:
     soft_cap: float | None = None
     """Bounds the attention logits by cap · tanh(logits / cap)."""
     kernel: Implementation = may_differ("auto")
-    """Attention kernel: auto, chunked, xla, cudnn (its flash kernel, NVIDIA GPUs) or splash (TPUs);
-    or auto with gather or exchange, where a mesh splits rows: keys come to the queries, or devices
-    exchange heads."""
+    """Attention kernel: auto, chunked, xla, cudnn (its flash kernel, NVIDIA GPUs), splash or
+    splash_fused (TPUs); or auto with gather or exchange, where a mesh splits rows: keys come to the
+    queries, or devices exchange heads."""
 
     def __post_init__(self) -> None:
         configuration.check(self, "attention.")

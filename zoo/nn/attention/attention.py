@@ -21,7 +21,12 @@ from zoo.nn.attention.splash import splash
 from zoo.nn.products import in_forward_mode, low_on_cpu, platform
 from zoo.sharding import num_parts, split_by
 
-Implementation = Literal["auto", "chunked", "xla", "cudnn", "splash", "gather", "exchange"]
+Implementation = Literal[
+    "auto", "chunked", "xla", "cudnn", "splash", "splash_fused", "gather", "exchange"
+]
+
+# Within `overridden_kernel(name)`, it replaces the ones that models ask for, as `remat`'s does.
+overridden_kernel = jax.make_user_context(default_value=None)
 
 
 def attention(
@@ -44,7 +49,9 @@ def attention(
 
     Implementations:
 
-    - "splash" is JAX's flash kernel for TPUs, `jax.experimental.pallas.ops.tpu.splash_attention`.
+    - "splash" is JAX's flash kernel for TPUs, `jax.experimental.pallas.ops.tpu.splash_attention`;
+      "splash_fused" computes the logits once in the backward pass, not twice, and keeps a gradient
+      of the queries per block of keys: memory grows with the square of seq.
     - "cudnn" is cuDNN's flash kernel, by `jax.nn.dot_product_attention`, for packed rows of up to
       2,048 positions: to that function segments are a mask of [seq, seq].
     - "chunked" is the zoo's own, in plain XLA: memory grows with seq, not its square, the program
@@ -61,6 +68,7 @@ def attention(
         ValueError: an implementation that does not apply here, with the reason.
     """
     transfer: Transfer = "auto"
+    implementation = overridden_kernel.value or implementation
     if implementation in ("gather", "exchange"):
         transfer, implementation = implementation, "auto"
     mask = Mask(causal, window)
@@ -73,11 +81,13 @@ def attention(
             f"attention.kernel={implementation!r} {refusal}; choose 'auto' or 'chunked'"
         )
     scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
-    if implementation in ("chunked", "splash"):
-        kernel: Callable[..., Array] = chunked if implementation == "chunked" else splash
+    if implementation in ("chunked", "splash", "splash_fused"):
+        kernel: Callable[..., Array] = chunked
+        if implementation != "chunked":
+            kernel = functools.partial(splash, fused=implementation == "splash_fused")
         attend: Attend = functools.partial(kernel, mask=mask, scale=scale, soft_cap=soft_cap)
         # XLA splits rows and heads of its own products, but neither a kernel nor tokens.
-        if implementation == "splash" or num_parts("inner_seq") > 1:
+        if implementation != "chunked" or num_parts("inner_seq") > 1:
             return on_each_device(attend, q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, transfer)
         segments = None if segment_ids is None else (segment_ids, segment_ids)
         return attend(q_BTNH, k_BSKH, v_BSKH, segments, WHOLE, 0)
@@ -108,15 +118,16 @@ def _refusal(
     length, size, dtype = q_BTNH.shape[1], q_BTNH.shape[-1], q_BTNH.dtype
     if implementation in ("auto", "chunked"):
         return None
-    if implementation not in ("xla", *_KERNELS):
+    if implementation not in ("xla", "splash_fused", *_KERNELS):
         return "is no implementation"
-    if soft_cap is not None and implementation != "splash":
+    is_splash = implementation.startswith("splash")
+    if soft_cap is not None and not is_splash:
         return f"has no soft cap, and attention.soft_cap={soft_cap}"
     if implementation == "xla":
         return None
     if in_forward_mode():
         return "has no rule for forward mode"
-    if implementation == "splash":
+    if is_splash:
         length //= num_parts("inner_seq")
         if platform() != "tpu":
             return f"needs a TPU, and this run is on {platform()!r}"

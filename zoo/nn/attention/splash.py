@@ -54,10 +54,11 @@ def splash(
     mask: Mask,
     scale: float,
     soft_cap: float | None,
+    fused: bool = False,
     blocks: Blocks | None = None,
     interpret: bool = False,
 ) -> Float[Array, "batch queries heads head_dim"]:
-    """Attention of one part of a row on one device, its backward pass unfused.
+    """Attention of one part of a row on one device, its backward pass in one kernel if `fused`.
 
     It is `jax.experimental.pallas.ops.tpu.splash_attention`, whose fused backward pass keeps a
     gradient of the queries for each block of keys. Remat keeps the output and the logarithms of
@@ -77,7 +78,7 @@ def splash(
     q_BNTH = pad_queries(q_BTNH).swapaxes(1, 2)
     k_BKSH, v_BKSH = (pad_keys(x).swapaxes(1, 2) for x in (k_BSKH, v_BSKH))
     shape = Shape(places, length, num_keys)
-    kernel = _kernel(mask, shape, q_BNTH.shape[1], blocks, soft_cap, interpret, part)
+    kernel = _kernel(mask, shape, q_BNTH.shape[1], blocks, soft_cap, fused, interpret, part)
 
     def one_row(q: Array, k: Array, v: Array, segments: Any) -> Array:
         # Imported here: it takes a second, which only TPUs need.
@@ -104,6 +105,7 @@ def _kernel(
     heads: int,
     blocks: Blocks,
     soft_cap: float | None,
+    fused: bool,
     interpret: bool,
     part: Array | int,
 ) -> Any:
@@ -118,8 +120,9 @@ def _kernel(
         block_q_dkv=blocks.queries,
         block_kv_dkv=blocks.keys,
         block_kv_dkv_compute=blocks.keys_per_product,
-        block_q_dq=blocks.queries,
-        block_kv_dq=blocks.keys,
+        block_q_dq=None if fused else blocks.queries,
+        block_kv_dq=None if fused else blocks.keys,
+        use_fused_bwd_kernel=fused,
     )
     parts = len(shape.places.starts)
     kernel = splash_attention.make_splash_mha(
