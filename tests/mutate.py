@@ -48,6 +48,7 @@ TESTS = {
     "data/splits": "test_formats",
     "data/formats": "test_formats",
     "data/token_datasets": "test_data | test_token_datasets",
+    "data/special_tokens": "test_tokenizer | test_completions",
     "data/tokenizer": "test_tokenizer | test_completions",
     "decoding/beam_search": "test_beam_search",
     "decoding/attention": "test_attention_cache | test_sampling | test_beam_search",

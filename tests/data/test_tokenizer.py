@@ -11,7 +11,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from zoo import tokenizer as tok
 from zoo.data.prepared import tokenizing
-from zoo.data.tokenizer import AS_TEXT, reading
+from zoo.data.special_tokens import AS_TEXT
+from zoo.data.tokenizer import reading
 
 TEXTS = [
     "def greet(name):\n    if name:\n        return f'hello {name}'\n\n\n",

@@ -21,8 +21,9 @@ from zoo.data.chats import (
     tools_of,
 )
 from zoo.data.formats import FORMATS, TEXT, format_of, text_of
+from zoo.data.special_tokens import AS_TEXT
 from zoo.data.splits import Split
-from zoo.data.tokenizer import AS_TEXT, Tokenizer, end_id, reading, unframed
+from zoo.data.tokenizer import Tokenizer, end_id, reading, unframed
 
 Counted = tuple[np.ndarray, np.ndarray]  # ids, and whether each of them counts
 Format = Literal["completions", "chats", "preferences"]

@@ -1,9 +1,4 @@
-"""Text to token ids and back: raw bytes, or any `tokenizer.json` of the `tokenizers` library.
-
-Special tokens are read as transformers reads them: from `tokenizer_config.json`, from
-`special_tokens_map.json` where that one lists no added tokens, and further ends of text from
-`generation_config.json`.
-"""
+"""Text to token ids and back: raw bytes, or any `tokenizer.json` of the `tokenizers` library."""
 
 # ruff: noqa: D102 (`Tokenizer` documents the methods of all tokenizers)
 
@@ -21,24 +16,27 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trai
 from tokenizers import Tokenizer as HFTokenizer
 
 from zoo.common.files import local_path
+from zoo.data.special_tokens import (
+    AS_TEXT,
+    BEGINS,
+    CONFIG_NAME,
+    END_OF_TEXT,
+    ENDS,
+    GENERATION_CONFIG_NAME,
+    SPECIAL_TOKENS_MAP_NAME,
+    listed_ends,
+    named_tokens,
+    read_json,
+    variant,
+)
 
 Ids = Int32[np.ndarray, "length"]
 Spans = Int32[np.ndarray, "length 2"]
 Reading = Literal["parse", "text"]
 """Whether the name of a special token in a text is that token, or plain characters."""
 
-END_OF_TEXT = "<|endoftext|>"
-BEGINS = ("<|begin_of_text|>", "<bos>", "<s>")
-ENDS = (END_OF_TEXT, "<|end_of_text|>", "<eos>", "</s>")
-# Noncharacters, which no text has: one after a name that is text wherever it is, and one before
-# the names that a tokenizer which reads them as text has for no text.
-AS_TEXT, HIDDEN = "\ufdd2", "\ufdd4"
-
 FILE_NAME = "tokenizer.json"
-CONFIG_NAME = "tokenizer_config.json"  # names the bos and eos tokens in Hugging Face folders
 CHAT_TEMPLATE_NAME = "chat_template.jinja"  # the template of newer Hugging Face folders
-SPECIAL_TOKENS_MAP_NAME = "special_tokens_map.json"
-GENERATION_CONFIG_NAME = "generation_config.json"
 # Files beside the tokenizer that belong to it, and go out again as they came.
 BESIDE = (
     SPECIAL_TOKENS_MAP_NAME,
@@ -195,7 +193,7 @@ class BPETokenizer:
         # Ids may have gaps, so that the number of tokens would be too small.
         self.vocab_size: int = max(vocabulary.values()) + 1
         config, self.files = dict(config or {}), dict(files or {})
-        self.tokens = _named_tokens(config, self.files, vocabulary)
+        self.tokens = named_tokens(config, self.files, vocabulary)
         own_names = ("bos_token", "eos_token")  # in one order: the files have a digest
         if separator is not None:
             self.tokens |= dict.fromkeys(own_names, separator)
@@ -224,7 +222,7 @@ class BPETokenizer:
         if bos is None and eos is None:  # BERT's
             bos, eos = first, last
         end = separator if eos is None else eos
-        ends = _listed_ends(self.files, self.vocab_size)
+        ends = listed_ends(self.files, self.vocab_size)
         self.adds_begin: bool = self.tokenizer.encode("").ids[:1] == [bos]
         self.separator_id: int = separator
         self.bos_id: int | None = bos
@@ -327,36 +325,11 @@ class BPETokenizer:
         return model.get("unk_id") if token is None else self.tokenizer.token_to_id(token)
 
     def _variant(self, reading: str, inside: bool = False) -> HFTokenizer:
-        """The tokenizer for one reading of special tokens' names, and for what is inside of a text.
-
-        It has no post-processor, which leaves blanks out of some spans. In "plain" names are not
-        looked for, and in "text" no piece has them either: models of some kinds have special tokens
-        among their pieces.
-        """
-        if (found := self._variants.get((reading, inside))) is not None:
-            return found
-        content = json.loads(self.tokenizer.to_str())
-        content["post_processor"] = None
-        if inside:
-            for step in ("normalizer", "pre_tokenizer"):
-                content[step] = _without_prefixes(content[step])
-        if reading == "text":
-            model, names = content["model"], set(map(self.tokenizer.id_to_token, self.special_ids))
-            rename = lambda name: HIDDEN + name if name in names else name  # noqa: E731
-            for token in content["added_tokens"]:
-                token["content"] = rename(token["content"])
-            if isinstance(model["vocab"], dict):
-                model["vocab"] = {rename(name): id for name, id in model["vocab"].items()}
-            else:
-                model["vocab"] = [[rename(name), score] for name, score in model["vocab"]]
-            if "unk_token" in model:
-                model["unk_token"] = rename(model["unk_token"])
-            if "merges" in model:
-                model["merges"] = [m for m in model["merges"] if names.isdisjoint([*m, "".join(m)])]
-        tokenizer = HFTokenizer.from_str(json.dumps(content))
-        tokenizer.encode_special_tokens = reading == "plain"
-        self._variants[reading, inside] = tokenizer
-        return tokenizer
+        """See `zoo.data.special_tokens.variant`; each is made once."""
+        if (reading, inside) not in self._variants:
+            names = {*filter(None, map(self.tokenizer.id_to_token, self.special_ids))}
+            self._variants[reading, inside] = variant(self.tokenizer, names, reading, inside)
+        return self._variants[reading, inside]
 
     @functools.cached_property
     def names(self) -> re.Pattern[str]:
@@ -380,68 +353,6 @@ class BPETokenizer:
         for name, content in self.files.items():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(content)
-
-
-def _named_tokens(
-    config: Mapping[str, Any], files: Mapping[str, bytes], vocabulary: Mapping[str, int]
-) -> dict[str, str]:
-    """The special tokens by the names of Hugging Face's folders: `bos_token`, `pad_token`, …
-
-    Where the folder names no begin, end or class token, they are the usual ones of the vocabulary.
-    """
-    named = dict(config)
-    if "added_tokens_decoder" not in config:
-        named |= _read_json(files, SPECIAL_TOKENS_MAP_NAME)
-    tokens: dict[str, str] = {}
-    for name, token in named.items():
-        content = token.get("content") if isinstance(token, dict) else token
-        if name.endswith("_token") and content:
-            tokens[name] = content
-    if not tokens.keys() & {"bos_token", "eos_token", "cls_token"}:
-        usual = {"bos_token": (*BEGINS, *ENDS), "eos_token": (*ENDS, *BEGINS)}
-        for name, candidates in usual.items():
-            if token := next((token for token in candidates if token in vocabulary), None):
-                tokens[name] = token
-    return tokens
-
-
-def _listed_ends(files: Mapping[str, bytes], vocab_size: int) -> list[int]:
-    """The ends of text of a `generation_config.json` that lists several."""
-    ends = _read_json(files, GENERATION_CONFIG_NAME).get("eos_token_id")
-    for end in ends if isinstance(ends, list) else []:
-        if type(end) is not int or not 0 <= end < vocab_size:
-            raise ValueError(
-                f"eos_token_id={ends} in {GENERATION_CONFIG_NAME}: {end!r} is no id of the "
-                f"tokenizer, which are 0 to {vocab_size - 1}; correct the file"
-            )
-    return ends if isinstance(ends, list) else []
-
-
-def _read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """The object in a JSON file; an empty one if there is no such file."""
-    try:
-        values = json.loads(files.get(name, b"{}"))
-    except ValueError as error:
-        raise ValueError(f"{name} beside it is no JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{name} beside it holds no object, but {values!r:.80}")
-    return values
-
-
-def _without_prefixes(step: Any) -> Any:
-    """A step of a tokenizer's file without the steps that put a blank before a text."""
-    if isinstance(step, list):
-        return [x for x in map(_without_prefixes, step) if x is not None]
-    if not isinstance(step, dict):
-        return step
-    if step.get("type") == "Prepend":
-        return None
-    never: dict[str, dict[str, Any]] = {
-        "Metaspace": {"prepend_scheme": "never"},
-        "ByteLevel": {"add_prefix_space": False},
-    }
-    inner = {name: _without_prefixes(x) for name, x in step.items()}
-    return inner | never.get(step.get("type", ""), {})
 
 
 def load_tokenizer(path: str | Path, separator: str | None = None) -> Tokenizer:
@@ -478,7 +389,7 @@ def load_tokenizer(path: str | Path, separator: str | None = None) -> Tokenizer:
         if path.is_file()
     }
     try:
-        config, model = (_read_json(beside, name) for name in (CONFIG_NAME, "config.json"))
+        config, model = (read_json(beside, name) for name in (CONFIG_NAME, "config.json"))
         ends = model.get("eos_token_id")
         if GENERATION_CONFIG_NAME not in beside and isinstance(ends, list):
             beside[GENERATION_CONFIG_NAME] = json.dumps({"eos_token_id": ends}).encode()

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from zoo.common.checksums import Digest
+from zoo.data import special_tokens
 from zoo.data import tokenizer as tokenizers
 from zoo.hf import quantization, token_ids
 from zoo.hf.family import Family, Layout, Piece, layouts, pieces
@@ -58,7 +59,7 @@ FILES = [
     "model-*.safetensors",
     "model.safetensors.index.json",
     tokenizers.FILE_NAME,
-    tokenizers.CONFIG_NAME,
+    special_tokens.CONFIG_NAME,
     *tokenizers.BESIDE,
 ]
 
