@@ -11,6 +11,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla.flags(devices
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
+import jaxtyping
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -49,6 +50,14 @@ def no_cache() -> Iterator[None]:
     yield
     jax.config.update("jax_enable_compilation_cache", True)
     compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def unchecked_types() -> Iterator[None]:
+    """Without the checks of types that pytest alone has."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture

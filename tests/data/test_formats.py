@@ -274,11 +274,7 @@ def error_of(pattern, kind=ValueError, field="text", shard_bytes=MIB) -> str:
         ),
         ("a.csv", b"text,n\nx", "{}, line 2 does not have as many columns as the first line"),
         ("a.csv", b"text,n\nx,1\ny\xff,2", "{}, line 3 is not UTF-8: byte 0xff at offset 1"),
-        (
-            "a.csv",
-            b"body\nx",
-            "{}, line 2: no text in field 'text', but None; its",
-        ),
+        ("a.csv", b"body\nx", "{}, line 2: no text in field 'text', but None; its"),
         ("a.txt", b"good\xffbad", "{} is not UTF-8: byte 0xff at offset 4"),
         ("a.gz", b"good", "{} is no whole .gz file: Not a gzipped file (b'go'); copy or compress"),
         (

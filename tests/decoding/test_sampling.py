@@ -4,13 +4,12 @@ import dataclasses
 import functools
 import importlib
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from helpers import (
@@ -296,14 +295,6 @@ def test_penalties_count_the_tokens_of_the_text():
             log = raw[row[end]] - np.log(np.exp(raw - raw.max()).sum()) - raw.max()
             np.testing.assert_allclose(row_logs[end - len(prompt)], log, atol=2e-5)
     assert signs == {1.0, -1.0}
-
-
-@pytest.fixture
-def unchecked_types() -> Iterator[None]:
-    """Without the checks of types that pytest alone has."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.mark.usefixtures("unchecked_types")

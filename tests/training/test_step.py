@@ -2,14 +2,12 @@
 
 import functools
 import gc
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import jaxtyping
 import numpy as np
 import optax
 import pytest
@@ -611,14 +609,6 @@ def test_a_loss_may_return_plain_numbers():
         _, metrics = first_steps(loss)[step]()
         assert {x.dtype for x in metrics.values()} == {jnp.dtype("float32")}
         assert float(metrics["tokens"]) in (28.0, 56.0)  # two microbatches, or the whole
-
-
-@pytest.fixture
-def unchecked_types() -> Iterator[None]:
-    """Without the checks of types that pytest alone has."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.mark.usefixtures("unchecked_types")
