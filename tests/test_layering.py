@@ -80,7 +80,7 @@ CEILINGS = {
     "decoding": 1260,
     "publishing": 1810,
     "hf": 3040,
-    "runs": 4670,
+    "runs": 4700,
     "tasks": 1530,
     "alignment": 845,
     "planning": 3020,

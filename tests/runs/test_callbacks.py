@@ -5,6 +5,7 @@ import re
 import signal
 
 import equinox as eqx
+import fsspec
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +29,9 @@ from test_loop import (
 
 import zoo
 from zoo import callbacks, losses, mlp, sharding
+from zoo.common import checksums
 from zoo.publishing.tensors import read_tensors
+from zoo.runs import checkpoint
 from zoo.runs.callbacks.evaluations import save_somehow
 from zoo.runs.checkpoint import CheckpointError
 from zoo.runs.metrics import read_metrics
@@ -351,17 +354,17 @@ def test_other_arrays_of_a_callback_are_refused(tmp_path):
         fit(config(tmp_path), other)
 
 
-def test_damaged_arrays_of_a_callback_fall_back_to_the_step_before(tmp_path):
+def test_damaged_arrays_of_a_callback_fall_back_to_the_step_before(tmp_path, caplog):
     """They are as large as arrays whose files are verified when they are read."""
     whole = config(tmp_path / "whole")
     fit(whole, *(wanted := [Recording(), Marked()]))
     parts, folder = tmp_path / "parts", tmp_path / "parts" / "run" / "checkpoints"
     fit(config(parts, steps=8), Recording(), Marked())
     assert flip(folder / "8") > MARK.nbytes
-    with pytest.raises(CheckpointError, match=r"step 8: .*callbacks\.marked cannot .*8\.damaged"):
-        fit(config(parts), Recording(), Marked())
     found = [Recording(), Marked()]
     state, _ = fit(config(parts), *found)
+    assert re.search(r"step 8: callbacks\.marked cannot .*8\.damaged.* step 4 is used", caplog.text)
+    assert (folder / "8.damaged").is_dir()
     assert found[0].values == wanted[0].values
     assert found[0].arrays == wanted[0].arrays
     np.testing.assert_array_equal(found[1].arrays, MARK)
@@ -373,9 +376,33 @@ def test_a_run_whose_only_step_has_damaged_callbacks_does_not_start_anew(tmp_pat
     fit(config(tmp_path, steps=4), Marked())
     flip(tmp_path / "run" / "checkpoints" / "4")
     for _ in range(2):
-        with pytest.raises(CheckpointError, match=r"step 4: .* Put back its files"):
+        with pytest.raises(CheckpointError, match=r"undamaged:\n  step 4: callbacks\.marked"):
             fit(config(tmp_path), Marked())
     assert checkpoints(config(tmp_path)) == [4]
+
+
+@pytest.mark.parametrize("damaged", ["in the folder", "before its upload"])
+def test_damaged_arrays_of_a_callback_at_an_address(tmp_path, capsys, damaged):
+    """The good copy at the address is taken; where that is damaged too, the step before."""
+    fs = fsspec.filesystem("memory")
+    fs.store.clear()
+    options = {"run_dir": "memory://bucket/run", "work_dir": tmp_path / "work"}
+    local, remote = tmp_path / "work" / "checkpoints", "/bucket/run/checkpoints"
+    fit(config(tmp_path, steps=8, **options), Marked())
+    flip(local / "8")
+    if damaged == "before its upload":
+        fs.put(str(local / "8" / "arrays"), f"{remote}/8/", recursive=True)
+        listed = checksums.as_text(checksums.of(local / "8"))
+        fs.pipe_file(f"{remote}/8/checksums.json", listed.encode())
+    fit(config(tmp_path, **options), found := Marked())
+    resumed = 8 if damaged == "in the folder" else 4
+    assert f"resumed memory://bucket/run at step {resumed}" in capsys.readouterr().out
+    np.testing.assert_array_equal(found.arrays, MARK)
+    there = {path.split("/")[4] for path in fs.find(remote)}
+    assert there >= {"4", "12"}
+    for step in there:  # a damaged step is not left there either
+        fs.get(f"{remote}/{step}", str(tmp_path / step), recursive=True)
+        assert checkpoint.problems(tmp_path / step) == []
 
 
 MARK = np.random.default_rng(0).normal(size=2**19).astype("f4")

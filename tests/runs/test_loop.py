@@ -85,7 +85,7 @@ def poisoned_dataset(first):
 def config(folder, **options):
     defaults = {"steps": 30, "log_every": 10, "eval_every": 1000, "checkpoint_every": 4}
     options = defaults | {"precision": "fp32", "compilation_cache": None} | options
-    return Config(run_dir=folder / "run", **options)
+    return Config(**{"run_dir": folder / "run"} | options)
 
 
 def training(dataset=None, *, schedule=None, **options):

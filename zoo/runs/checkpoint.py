@@ -41,6 +41,10 @@ class NoneUndamaged(CheckpointError):
     """There are checkpoints, and all of them are damaged."""
 
 
+class DamagedExtras(CheckpointError):
+    """The extras of the step that was restored are damaged: `restore` then leaves it out."""
+
+
 class Checkpointer:
     """The checkpoints of one run, in one folder that all processes share and one run writes.
 
@@ -65,6 +69,7 @@ class Checkpointer:
         self.folder = files.local_path(folder, "folder").absolute()
         self._keep, self._committed, self._held = keep, committed, held
         self._newest: int | None = None
+        self._damaged: dict[int, str] = {}  # the step whose extras are, and how
         self.extras: dict[str, str] = {}
         """Name -> dtype and shape of the extras of the step that was restored."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -122,7 +127,7 @@ class Checkpointer:
         is undamaged (and leaves them), or where the arrays differ in name, shape or dtype.
         """
         self.wait()
-        failures: dict[int, str] = {}
+        failures, self._damaged = self._damaged, {}
         while (step := self._newest_listed(failures)) != _NOTHING:
             folder = self.folder / str(step)
             record = json.loads((folder / "meta.json").read_text())
@@ -154,22 +159,17 @@ class Checkpointer:
     def restore_extras(self, like: PyTree, names: Collection[str]) -> PyTree:
         """The extras of these names, of the step that `restore` has returned, as `like` has them.
 
-        Raises CheckpointError where the arrays differ in name, shape or dtype, or are damaged: the
-        step is then set aside, if there is another one.
+        Raises CheckpointError where the arrays differ in name, shape or dtype, and DamagedExtras
+        where they are damaged.
         """
         folder, wanted = self.folder / str(self._newest), _describe(_arrays(like))
         _check_same(folder, {name: self.extras[name] for name in names}, wanted)
         state, problem = _read_or_problem(folder, like) if wanted else (like, "")
         if _anywhere(bool(problem)):
-            fix = "Put back its files from a copy, or start anew with another --run-dir."
-            if jax.process_index() == 0 and len(self.good_steps()) > 1:
-                fix = (
-                    f"It is now {set_aside(folder)}; the same command resumes from the one before."
-                )
-            raise CheckpointError(
-                f"Damaged checkpoint, step {self._newest}: the state of callbacks in it "
-                f"({problem or 'another process says which'}). {fix}"
-            )
+            assert self._newest is not None
+            reason = f"step {self._newest}: {problem or 'another process cannot read its arrays'}"
+            self._damaged = {self._newest: reason}
+            raise DamagedExtras(reason)
         return state
 
     def good_steps(self) -> list[int]:

@@ -29,6 +29,7 @@ from zoo.runs.callbacks.evaluations import (
     save_somehow,
 )
 from zoo.runs.callbacks.hooks import Hooks, with_flags
+from zoo.runs.checkpoint import DamagedExtras
 from zoo.runs.config import Config, as_json
 from zoo.runs.metrics import kept_records
 from zoo.runs.processes import RunError, Stopped
@@ -217,16 +218,21 @@ def _restore_or_init(loop: Hooks, origin: dict[str, Any]) -> tuple[TrainState, i
     vocab_size = getattr(getattr(skeleton.model, "config", None), "vocab_size", None)
     if vocab_size is not None:
         check_ids(training.data, vocab_size)
-    restored = run.restore(training.saved(skeleton))
-    if restored is None:
-        state = blueprint.state()
-        loop.begin(state, 0, {})
-        return state, 0
-    state, step, meta = restored
-    identity.check(run, step, meta, origin)
-    if training.base:
-        state = eqx.combine(state, blueprint.frozen())
-    loop.begin(state, step, meta)
+    while True:
+        restored = run.restore(training.saved(skeleton))
+        if restored is None:
+            state = blueprint.state()
+            loop.begin(state, 0, {})
+            return state, 0
+        state, step, meta = restored
+        identity.check(run, step, meta, origin)
+        if training.base:
+            state = eqx.combine(state, blueprint.frozen())
+        try:
+            loop.begin(state, step, meta)
+            break
+        except DamagedExtras:
+            del state, restored  # makes room for another copy, or the step before
     run.say(f"resumed {run.address} at step {step}")
     steps_before = meta["config"]["steps"]
     if steps_before != run.config.steps and step < run.config.steps:

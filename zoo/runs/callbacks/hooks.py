@@ -59,6 +59,7 @@ class Hooks(Loop):
                 )
             named[callback.name] = callback
         self._named, self.callbacks = named, tuple(named.values())
+        self._given = {name: callback.arrays for name, callback in named.items()}
 
     def is_last(self, step: int) -> bool:
         """Whether the run ends after this step, by what is known so far."""
@@ -174,13 +175,16 @@ class Hooks(Loop):
 
         Raises:
             RunError: it has arrays of a callback that is not there.
-            CheckpointError: it has others of one that is, or damaged ones.
+            CheckpointError: it has others of one that is.
+            DamagedExtras: it has damaged ones: call it again with the step before.
         """
-        for callback in self.callbacks:
+        for name, callback in self._named.items():
+            callback.arrays = self._given[name]
             initial = self._call(callback, "initial_arrays", state)
             callback.arrays = jax.tree.map(self._placed, initial)
             _check_arrays(callback)
         if not meta:
+            self._given.clear()
             return
         found = meta.get("callbacks", {})
         extras = self.run.checkpointer.extras
@@ -192,10 +196,12 @@ class Hooks(Loop):
                     "give it to zoo.fit again, or start anew with another --run-dir"
                 )
             self.say(f"the callback {name!r} is not there any more; its state is dropped")
+        # All arrays before any values, which stay as they were given where arrays are damaged.
+        arrays = {name: self._restored(name, x) for name, x in self._named.items() if name in found}
+        self._given.clear()
         for name, callback in self._named.items():
             if name in found:
-                callback.values = found[name]
-                callback.arrays = self._restored(name, callback)
+                callback.values, callback.arrays = found[name], arrays[name]
             elif callback.values or callback.arrays is not None:
                 self.say(f"{of_checkpoint} has no state of the callback {name!r}: it starts anew")
         if (stopped := meta.get("stopped")) is None:

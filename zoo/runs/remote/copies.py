@@ -144,8 +144,10 @@ class RemoteCopies:
     def fetch_step(self, *, above: int) -> int | None:
         """Copy the newest undamaged step above a step into the folder; None without one.
 
-        A damaged one is reported.
+        A damaged one is reported. Ones that were fetched and are above it were damaged before they
+        came here: they are removed, and may be copied again.
         """
+        self._damaged = self._damaged | {fetched for fetched in self._fetched if fetched > above}
         for step in sorted(self.complete - self._fetched, reverse=True):
             if step <= above:
                 return None
