@@ -69,7 +69,7 @@ CEILINGS = {
     "common": 1340,
     "sharding": 1360,
     "nn": 2730,
-    "transformer": 1210,
+    "transformer": 1260,
     "rnn": 910,
     "mlp": 220,
     "bert": 200,

@@ -90,6 +90,18 @@ def test_even_load_scores_one_per_token():
         assert float(found.load[0]) == pytest.approx(load * EXPERTS)
 
 
+@pytest.mark.parametrize("spec", ["", "expert=4"])
+def test_a_step_sorts_each_tokens_experts_once(spec: str):
+    """There and back; not again where a layer is computed again, nor for a gradient."""
+    options = {**OPTIONS, "experts.dispatch": "all_to_all", "experts.buffer": 1.0}
+    model = drawn_transformer(**options, num_layers=2, remat="full")
+    batch, loss = jax.tree.map(jnp.asarray, token_batch(8, 12)), losses.balanced_next_token(0.1)
+    with sharding.use(mesh := zoo.make_mesh(spec)):
+        function = eqx.filter_jit(eqx.filter_grad(lambda model: loss(model, batch, None)[0]))
+        program = function.lower(jax.device_put(model, sharding.shardings(model, mesh)))
+        assert program.compile().compiled.as_text().count(" sort(") == 2
+
+
 def value_and_gradient(spec: str, **rules: Any) -> Any:
     """Of a model that lies on the mesh as the changed rules have it."""
     model = drawn_transformer(**OPTIONS, num_layers=1, remat="full")

@@ -15,9 +15,9 @@ from zoo.nn.products import PRODUCT
 Policy = Literal["none", "dots", "dots_no_batch", "full"]
 LayerFunction = Callable[[Any, PyTree, Array], PyTree]
 
-# The name of arrays that every policy keeps: what a flash kernel gives, as large as a layer's input
-# and far dearer to compute again in a long row.
-KEPT = "flash"
+# The name of arrays that every policy keeps, as they are far dearer to compute again than to keep:
+# what a flash kernel gives, as large as a layer's input, and the orders of rows by their experts.
+KEPT = "kept"
 
 
 def _and_kept(policy: Callable[..., Any], *names: str) -> Callable[..., Any]:

@@ -18,15 +18,19 @@ X experts of a device, S sources and D destinations.
 import functools
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from zoo.nn.products import custom_vjp, device_kind, platform
+from zoo.nn.remat import KEPT, POLICIES
 from zoo.sharding import is_sharding, mesh_axes, partition_spec, spec_in_use
+
+T = TypeVar("T")
 
 Dispatch = Literal["auto", "all_reduce", "all_to_all"]
 
@@ -43,6 +47,18 @@ class Routed(NamedTuple):
     x: Float[Array, "... embed"]
     weights: Float[Array, "... choices"]
     chosen: Int[Array, "... choices"]
+
+
+class Order(NamedTuple):
+    """A permutation of rows: where each comes from, and where each goes to."""
+
+    from_R: Int[Array, "rows"]
+    to_R: Int[Array, "rows"]
+
+    @property
+    def inverse(self) -> "Order":
+        """From the new order back to the old one."""
+        return Order(self.to_R, self.from_R)
 
 
 class _Split(NamedTuple):
@@ -138,24 +154,20 @@ def _for_all(
     expert_R = chosen_BTC.reshape(-1) - first_expert
     # Rows for the experts of other devices go behind all groups, and are computed by nobody here.
     expert_R = jnp.where((expert_R >= 0) & (expert_R < num_local), expert_R, num_local)
-    order_R = jnp.argsort(expert_R)
-    sizes_X = jnp.bincount(expert_R, length=num_local + 1)[:num_local].astype(jnp.int32)
-    mine_R1 = (expert_R[order_R] < num_local)[:, None]
-    rows_RE = x_BTE.reshape(-1, x_BTE.shape[-1])[order_R // choices]
+    order, sizes_X = _in_order(expert_R, num_local)
+    mine_R1 = (jnp.arange(len(expert_R), dtype=jnp.int32) < sizes_X.sum())[:, None]
+    rows_RE = _taken(x_BTE.reshape(-1, x_BTE.shape[-1]), order, choices)
     rows_RE = jnp.where(mine_R1, rows_RE, jnp.zeros_like(rows_RE))
     y_RE = experts(rows_RE, *matrices, sizes_X)
     y_RE = jnp.where(mine_R1, y_RE, jnp.zeros_like(y_RE))
-    return _summed(y_RE, order_R, routed)
+    return _summed(y_RE, order, routed)
 
 
-def _summed(
-    y_RE: Float[Array, "rows embed"], order_R: Int[Array, "rows"], routed: Routed
-) -> Float[Array, "... embed"]:
+def _summed(y_RE: Float[Array, "rows embed"], order: Order, routed: Routed) -> Array:
     """Each token's rows, weighted and added up."""
-    y_RE = y_RE * routed.weights.reshape(-1)[order_R][:, None]
-    # Back in the order of the tokens by a gather, which adds up in the same order every time.
-    y_NCE = y_RE[jnp.argsort(order_R)].reshape(*routed.chosen.shape, y_RE.shape[-1])
-    return y_NCE.astype(jnp.float32).sum(-2).astype(y_RE.dtype)
+    y_NCE = _taken(y_RE, order.inverse, 1).reshape(*routed.chosen.shape, y_RE.shape[-1])
+    weights_NC1 = routed.weights[..., None].astype(jnp.float32)
+    return (y_NCE.astype(jnp.float32) * weights_NC1).sum(-2).astype(y_RE.dtype)
 
 
 def _by_all_to_all(
@@ -180,8 +192,9 @@ def _by_all_to_all(
     def one(_: None, routed: Routed) -> tuple[None, Array]:
         return None, _one_round(experts, routed, matrices, split, parts, others)
 
-    # Only a round's inputs are kept, or all rounds together would keep all rows.
-    one = jax.checkpoint(one, prevent_cse=False) if rounds > 1 else one
+    # Only a round's inputs and orders are kept, or all rounds together would keep all rows.
+    if rounds > 1:
+        one = jax.checkpoint(one, policy=POLICIES["full"], prevent_cse=False)
     x, weights, chosen = routed
     each = Routed(in_rounds(x, 0), in_rounds(weights, 0), in_rounds(chosen, nobody))
     _, y_SNE = jax.lax.scan(one, None, each)
@@ -203,29 +216,19 @@ def _one_round(
     # Where several devices have the same tokens, each sends the rows for experts of its number.
     mine_R = (device_R % others == here) & (device_R < parts * others)
     expert_R = jnp.where(mine_R, device_R // others * num_local + expert_R, parts * num_local)
-    order_R = jnp.argsort(expert_R)
-    sizes_DX = jnp.bincount(expert_R, length=parts * num_local + 1)[:-1]
-    sizes_SDX = jax.lax.all_gather(
-        sizes_DX.astype(jnp.int32).reshape(parts, num_local), split.exchanged
-    )
+    order, sizes = _in_order(expert_R, parts * num_local)
+    sizes_SDX = jax.lax.all_gather(sizes.reshape(parts, num_local), split.exchanged)
     sizes_SX = sizes_SDX[:, jax.lax.axis_index(split.exchanged)]
 
-    rows_RE = routed.x[order_R // choices]
+    rows_RE = _taken(routed.x, order, choices)
     room = parts * rows_RE.shape[0]
     got_RE = _exchange(rows_RE, sizes_SDX.sum(-1), split.exchanged, room)
-    # From the order of the sources to that of the experts, and back.
-    expert_R = jnp.repeat(
-        jnp.tile(jnp.arange(num_local, dtype=jnp.int32), parts),
-        sizes_SX.reshape(-1),
-        total_repeat_length=room,
-    )
-    is_row = jnp.arange(room, dtype=jnp.int32) < sizes_SX.sum()
-    by_expert_R = jnp.argsort(jnp.where(is_row, expert_R, num_local))
+    by_expert = _transposed(sizes_SX, room)
     with jax.named_scope(_share(parts * others)):
-        y_RE = experts(_taken(got_RE, by_expert_R), *matrices, sizes_SX.sum(0))
-    y_RE = _taken(y_RE, jnp.argsort(by_expert_R))
+        y_RE = experts(_taken(got_RE, by_expert, 1), *matrices, sizes_SX.sum(0))
+    y_RE = _taken(y_RE, by_expert.inverse, 1)
     y_RE = _exchange(y_RE, sizes_SDX.sum(-1).T, split.exchanged, rows_RE.shape[0])
-    return _summed(y_RE, order_R, routed)
+    return _summed(y_RE, order, routed)
 
 
 def _share(parts: int) -> str:
@@ -236,9 +239,61 @@ def _share(parts: int) -> str:
     return f"runs_1_of_{parts}_steps"
 
 
-def _taken(x_RE: Array, order_R: Array) -> Float[Array, "rows embed"]:
-    """The rows in another order, each once."""
-    return x_RE.at[order_R].get(unique_indices=True, mode="promise_in_bounds")
+def _in_order(key_R: Int[Array, "rows"], num_keys: int) -> tuple[Order, Int[Array, "keys"]]:
+    """The order of rows by their keys, and how many have each key below `num_keys`."""
+    index_R = jnp.arange(len(key_R), dtype=jnp.int32)
+    sorted_R, from_R = jax.lax.sort((key_R, index_R), num_keys=1)
+    _, to_R = jax.lax.sort((from_R, index_R), num_keys=1)
+    ends = jnp.searchsorted(sorted_R, jnp.arange(num_keys + 1, dtype=key_R.dtype))
+    return _kept((Order(from_R, to_R), jnp.diff(ends).astype(jnp.int32)))
+
+
+def _transposed(sizes_SX: Int[Array, "sources experts"], room: int) -> Order:
+    """From blocks of rows by source and then by expert to those by expert and then by source."""
+
+    def to(sizes_AB: Array) -> Array:
+        begins_AB, begins_BA = _begins(sizes_AB), _begins(sizes_AB.T)
+        # The rows behind all blocks stay where they are.
+        distance = jnp.append((begins_BA.T - begins_AB).reshape(-1), jnp.int32(0))
+        sizes = jnp.append(sizes_AB.reshape(-1), room - sizes_AB.sum())
+        return jnp.arange(room, dtype=jnp.int32) + jnp.repeat(
+            distance, sizes, total_repeat_length=room
+        )
+
+    return _kept(Order(to(sizes_SX.T), to(sizes_SX)))
+
+
+def _begins(sizes_AB: Int[Array, "outer inner"]) -> Int[Array, "outer inner"]:
+    """Where each block begins in the order of the sizes."""
+    sizes = sizes_AB.reshape(-1)
+    return (jnp.cumsum(sizes) - sizes).reshape(sizes_AB.shape)
+
+
+def _kept(orders: T) -> T:
+    """The same under the name of what is never computed again: sorting takes longer."""
+    return jax.tree.map(lambda x: checkpoint_name(x, KEPT), orders)
+
+
+@functools.partial(custom_vjp, nondiff_argnums=(2,))
+def _taken(x_NE: Array, order: Order, choices: int) -> Float[Array, "rows embed"]:
+    """Rows in that order, each token's once per choice.
+
+    The gradient is a gather too, and a sum over the choices, where JAX's own would be a scatter.
+    """
+    return x_NE.at[order.from_R // choices].get(mode="promise_in_bounds")
+
+
+def _taken_forward(x_NE: Array, order: Order, choices: int) -> tuple[Array, Order]:
+    return _taken(x_NE, order, choices), order
+
+
+def _taken_backward(choices: int, order: Order, g_RE: Array) -> tuple[Array, None]:
+    g_RE = g_RE.at[order.to_R].get(mode="promise_in_bounds")
+    g_NCE = g_RE.reshape(-1, choices, g_RE.shape[-1])
+    return g_NCE.astype(jnp.float32).sum(1).astype(g_RE.dtype), None
+
+
+_taken.defvjp(_taken_forward, _taken_backward)
 
 
 @functools.partial(custom_vjp, nondiff_argnums=(2, 3))
