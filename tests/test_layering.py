@@ -67,7 +67,7 @@ def test_every_module_has_a_room():
 # Lines of each room. What needs more raises its number here, in a commit that says why.
 CEILINGS = {
     "common": 1340,
-    "sharding": 1360,
+    "sharding": 1405,
     "nn": 2730,
     "transformer": 1260,
     "rnn": 910,
@@ -76,7 +76,7 @@ CEILINGS = {
     "wrappers": 610,
     "quantization": 680,
     "data": 6560,
-    "training": 2530,
+    "training": 2560,
     "decoding": 1260,
     "publishing": 1810,
     "hf": 3040,

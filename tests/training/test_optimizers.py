@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 import zoo
 from zoo import mlp, optimizers
+from zoo.planning import collectives, hlo
 from zoo.sharding.axes import is_parameter
 from zoo.training.optimizers import Config, make_optimizer, make_schedule
 from zoo.training.state import TrainState
@@ -231,6 +232,53 @@ def test_muon_updates_have_equal_singular_values():
         values = np.linalg.svd(update, compute_uv=False)
         # Five Newton-Schulz steps bring them near one; AdamW's size is 0.2 a number.
         np.testing.assert_allclose(values, 1e-3 * 0.2 * 6**0.5, rtol=0.4)
+
+
+class Stacks(eqx.Module):
+    """Matrices in a stack of layers, in one of experts in layers, and by themselves."""
+
+    layers: Float[Array, "embed mlp"]
+    experts: Float[Array, "experts embed mlp"] | None
+    alone: Float[Array, "embed mlp"] | None
+
+
+def compiled_update(model: Stacks, spec: str) -> tuple[Any, jax.stages.Compiled]:
+    """Muon's first update on a mesh, and its program."""
+    optimizer, mesh = (
+        make_optimizer(Config(name="muon", schedule="constant"), 5),
+        zoo.make_mesh(spec),
+    )
+    placed = zoo.sharding.shardings(model, mesh)
+
+    def update(model: Stacks) -> Stacks:
+        return optimizer.update(model, optimizer.init(model), model)[0]
+
+    with zoo.sharding.use(mesh), jax.numpy_dtype_promotion("standard"):
+        step = jax.jit(update, in_shardings=(placed,), out_shardings=placed)
+        program = step.lower(model).compile()
+        return program(jax.device_put(model, placed)), program
+
+
+@pytest.mark.parametrize("spec", ["fsdp=8", "fsdp=2,expert=2,tensor=2", "data=2,fsdp=2,context=2"])
+def test_muon_on_a_mesh_matches_one_device_for_every_stack(spec: str):
+    shapes, keys = [(3, 8, 16), (3, 4, 16, 8), (8, 16)], jax.random.split(KEY, 3)
+    model = Stacks(*(jax.random.normal(key, x) for key, x in zip(keys, shapes, strict=True)))
+    updates, expected = (compiled_update(model, mesh)[0] for mesh in (spec, ""))
+    # Of `alone` each device has sums over a part, in another order.
+    assert_trees_close(updates, expected, rtol=5e-5)
+
+
+@pytest.mark.parametrize("layers", [8, 5])
+@pytest.mark.parametrize("spec", ["fsdp=8", "fsdp=4,tensor=2"])
+def test_muon_turns_each_matrix_on_one_device(spec: str, layers: int):
+    """Devices exchange the parts of eight matrices, some of zeros, and multiply one each."""
+    _, program = compiled_update(Stacks(wave(layers, 16, 24), None, None), spec)
+    found = collectives.bytes_by_kind(collectives.collectives(hlo.read(program.as_text())))
+    shares = [7 / 8] if spec == "fsdp=8" else [3 / 4, 1 / 2]  # of its own part, once per mesh axis
+    assert {kind for kind, size in found.items() if size} == {"all-to-all"}
+    assert found["all-to-all"] == 2 * sum(shares) * 16 * 24 * 4  # there and back, in fp32
+    products = 5 * (2 * 16 * 24 * 16 + 2 * 16**3 + 2 * 16 * 16 * 24)  # Newton-Schulz of one
+    assert products <= program.cost_analysis()["flops"] < 1.5 * products
 
 
 # Adafactor

@@ -6,7 +6,7 @@ more than one part of an array at a time, beside what its own devices hold.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -19,8 +19,14 @@ from jaxtyping import PyTree
 from zoo.sharding.axes import check_model, is_parameter, keystr, map_named
 from zoo.sharding.mesh import Layout, layout_of, use
 from zoo.sharding.names import ANNOTATION, DEFAULT, Named
-from zoo.sharding.rules import LOGICAL_AXES, mesh_axes
-from zoo.sharding.specs import left_whole, num_shards, parameter_spec, partition_spec
+from zoo.sharding.rules import LOGICAL_AXES, is_stack, mesh_axes
+from zoo.sharding.specs import (
+    is_sharding,
+    left_whole,
+    num_shards,
+    parameter_spec,
+    partition_spec,
+)
 
 _SMALLEST = 2**12  # bytes that are exchanged; each power of two from here on is a program
 
@@ -75,6 +81,53 @@ def like_parameters(tree: PyTree, parameters: PyTree, mesh: Mesh | Layout) -> An
         return replicated(on)
 
     return jtu.tree_map_with_path(place, tree)
+
+
+def with_whole_matrices(function: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
+    """`function(tree)`, computed with whole matrices of few layers on each device.
+
+    The mesh axes that split the matrices of a stack split its longest axis there, if need be into
+    unequal parts, and the results go back. What is no stack, as a matrix by itself, is left to XLA.
+    `function` takes each matrix by itself.
+    """
+    if not is_sharding():
+        return function(tree)
+    routes = map_named(_route, tree)
+
+    def back(x: jax.Array, route: list[PartitionSpec]) -> jax.Array:
+        return _along(x, route[::-1])
+
+    return jax.tree.map(back, function(jax.tree.map(_along, tree, routes)), routes)
+
+
+def _along(x: jax.Array, route: Iterable[PartitionSpec]) -> jax.Array:
+    for spec in route:
+        x = jax.lax.with_sharding_constraint(x, spec)
+    return x
+
+
+def _route(path: tuple, named: Named, x: jax.Array) -> list[PartitionSpec]:
+    """The PartitionSpecs from the stored one to whole matrices; of no stack none.
+
+    Each moves one mesh axis, of which XLA makes an all-to-all.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    entries = [mesh_axes([e]) for e in parameter_spec(named, x.shape, mesh, field=keystr(path))]
+    lengths = {
+        axis: x.shape[axis] // num_shards([entries[axis]], mesh)
+        for axis, name in enumerate(named.names)
+        if is_stack(name)
+    }
+    longest = max(lengths, key=lengths.__getitem__, default=0)
+    if lengths.get(longest, 1) == 1:
+        return []
+    specs = [PartitionSpec(*(axes or None for axes in entries))]
+    for axis in range(x.ndim):
+        while entries[axis] and axis not in lengths:
+            *rest, moved = entries[axis]
+            entries[axis], entries[longest] = tuple(rest), (*entries[longest], moved)
+            specs.append(PartitionSpec(*(axes or None for axes in entries)))
+    return specs
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -1,17 +1,22 @@
 """Optimizers and learning-rate schedules by name, with weight decay on matrices only."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
 import optax
 import optax.contrib
+from jax.typing import DTypeLike
 from jaxtyping import Array, Key, PyTree
 
 from zoo.common import configuration
 from zoo.common.configuration import require
 from zoo.nn.precision import DTYPES
 from zoo.sharding.axes import keystr, map_parameters
+from zoo.sharding.placement import with_whole_matrices
 from zoo.sharding.rules import is_hidden_matrix, is_matrix, matrix_axes
 from zoo.training import parametrization
 
@@ -152,15 +157,15 @@ def _make_rule(
                 optax.scale_by_learning_rate(rate),
             )
         case "muon":
-            return optax.contrib.muon(
-                rate,
-                **decay,
-                **dtype,
-                adam_b1=config.beta1,
-                adam_b2=config.beta2,
-                # Updates of AdamW's size, so that one rate fits both (Liu et al. 2025).
-                consistent_rms=0.2,
-                muon_weight_dimension_numbers=muon_dimensions,
+            hidden = optax.chain(
+                _scale_by_muon(dtype["mu_dtype"]),
+                optax.add_decayed_weights(weight_decay),
+                optax.scale_by_learning_rate(rate),
+            )
+            rest = optax.adamw(rate, **moments, weight_decay=0.0, nesterov=True)
+            return optax.partition(
+                {"muon": hidden, "adam": rest},
+                lambda tree: jax.tree.map(lambda x: "muon" if x else "adam", hidden_matrices(tree)),
             )
     raise ValueError(f"optimizer.name={config.name!r} is unknown")
 
@@ -193,3 +198,39 @@ def muon_dimensions(parameters: PyTree) -> Any:
         return optax.contrib.MuonDimensionNumbers(*matrix_axes(names))
 
     return map_parameters(dimensions, parameters)
+
+
+def _scale_by_muon(
+    dtype: DTypeLike, beta: float = 0.95, rms: float = 0.2
+) -> optax.GradientTransformation:
+    """`optax.contrib.scale_by_muon`, but that a mesh orthogonalises each matrix on one device.
+
+    For the one of optax XLA gathers all matrices on every device. Updates have AdamW's size, so
+    that one rate fits both (Liu et al. 2025).
+    """
+    # Without a momentum it only orthogonalises.
+    rule = optax.contrib.scale_by_muon(
+        beta=0.0, nesterov=False, weight_dimension_numbers=muon_dimensions
+    )
+
+    def orthogonalise(matrices: PyTree) -> PyTree:
+        return rule.update(matrices, rule.init(matrices))[0]
+
+    def scaled(x: Array, dimensions: Any) -> Array:
+        sizes = (math.prod(x.shape[axis] for axis in axes) for axes in dimensions)
+        return jnp.sqrt(jnp.maximum(*sizes)) * rms * x
+
+    def update(gradients: PyTree, state: Any, parameters: PyTree = None) -> tuple[PyTree, Any]:
+        del parameters
+        count = optax.safe_increment(state.count)
+        moments = optax.tree.update_moment(gradients, state.mu, beta, 1)
+        ahead = jax.tree.map(
+            lambda m, g: beta * m + (1 - beta) * g,
+            optax.tree.bias_correction(moments, beta, optax.safe_increment(count)),
+            optax.tree.bias_correction(gradients, beta, count),
+        )
+        updates = with_whole_matrices(orthogonalise, ahead)
+        updates = jax.tree.map(scaled, updates, muon_dimensions(updates))
+        return updates, state._replace(count=count, mu=optax.tree.cast(moments, dtype))
+
+    return optax.GradientTransformation(optax.contrib.scale_by_muon(mu_dtype=dtype).init, update)
