@@ -651,6 +651,32 @@ def test_objects_of_others_are_left_alone(tmp_path, bucket):
         Run(config(tmp_path, work_dir=tmp_path / "new")).__enter__()
 
 
+def test_what_an_attempt_without_a_checkpoint_has_left_belongs_to_the_next(tmp_path, bucket):
+    """As in a local folder; of a folder that is there in part nothing is taken."""
+    fs = fsspec.filesystem("memory")
+    fs.pipe_file("/bucket/run/notes.txt", b"mine")
+    killed = Run(config(tmp_path)).__enter__()
+    for name in ("whole", "half"):
+        killed.once(name, lambda at: (at.mkdir(), (at / "a").write_text("first")))
+    for name in ("trackers.json", "passing.json"):
+        (killed.folder / name).write_text("{}")
+    killed.settle()
+    left = {x: y for x, y in bucket().items() if not x.startswith("lease")}
+    killed.__exit__(OSError, OSError(), None)  # which tidies up
+    shutil.rmtree(killed.folder)
+    for name in left.keys() - {"half/checksums.json"}:
+        fs.pipe_file(f"/bucket/run/{name}", left[name])
+    with Run(config(tmp_path)) as run:
+        assert (run.folder / "trackers.json").exists()
+        for name, wanted in (("whole", "first"), ("half", "second")):
+            made = run.once(name, lambda at: (at.mkdir(), (at / "a").write_text("second")))
+            assert (made / "a").read_text() == wanted
+        (run.folder / "passing.json").unlink()
+    assert "passing.json" not in bucket()
+    assert bucket()["half/a"] == b"second"
+    assert bucket()["notes.txt"] == b"mine"
+
+
 # --- Stores that fail ---------------------------------------------------------------------------
 
 

@@ -96,6 +96,7 @@ class RemoteCopies:
             folders = [x for x in changed if not x.endswith(checksums.NAME)]
             vanished = self._store.put(self._folder, folders)
             vanished += self._store.put(self._folder, [x for x in changed if x not in folders])
+            self._store.remove(x for x in gone if x.endswith(checksums.NAME))
             self._store.remove(gone)
             for name in gone:
                 self._record.copied.pop(name, None)
@@ -131,10 +132,24 @@ class RemoteCopies:
         for old in sorted((self.complete | self._begun) - {*kept}):
             self._remove(old, check)
 
+    def whole(self) -> list[str]:
+        """The files at the address, without folders whose lists of checksums are missing.
+
+        An attempt that was killed before its first checkpoint may have copied these in part.
+        """
+        names = {*self._names()}
+        if "config.json" not in names:  # of a run that failed, and takes other flags
+            return [METRICS] if METRICS in names else []
+        folders = {x.partition("/")[0] for x in names}
+        whole = {x for x in folders if f"{x}/{checksums.NAME}" in names}
+        return sorted(x for x in names if "/" not in x or x.partition("/")[0] in whole)
+
+    def _names(self) -> list[str]:
+        return [x for x in self._store.names() if x != INDEX and not _is_elsewhere(x)]
+
     def fetch(self, names: list[str] | None = None, *, only_missing: bool = False) -> None:
         """Copy the files that are at the address, or these of them, into the folder."""
-        if names is None:
-            names = [x for x in self._store.names() if x != INDEX and not _is_elsewhere(x)]
+        names = self._names() if names is None else names
         if only_missing:
             names = [x for x in names if not (self._folder / x).exists()]
         absent = self._store.get(self._folder, names)

@@ -22,7 +22,7 @@ from zoo.common.store import Store
 from zoo.runs import processes
 from zoo.runs.checkpoint import CheckpointError, local_steps
 from zoo.runs.processes import RunError
-from zoo.runs.remote.copies import METRICS, STEPS, Record, RemoteCopies
+from zoo.runs.remote.copies import STEPS, Record, RemoteCopies
 from zoo.runs.remote.lease import Lease, LeaseError, boot_clock
 
 _log = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class RemoteFolder:
         if fetched is not None or copies.complete:
             copies.fetch(only_missing=fetched is None)
         else:  # without a checkpoint a run begins anew, if with the same configuration
-            copies.fetch(["config.json", METRICS], only_missing=True)
+            copies.fetch(copies.whole(), only_missing=True)
         if fetched is not None:
             seconds = time.monotonic() - began
             self._say(f"fetched step {fetched} from {self.address} in {seconds:.1f} s")
