@@ -7,10 +7,12 @@ import itertools
 import numpy as np
 import pytest
 from prepared_parts import make_parts, reading
+from stores import proxy
 from test_formats import web, write_parquet
 
 from zoo import text
 from zoo.common.addresses import location
+from zoo.common.files import AddressError
 from zoo.data import mixed_text as mixed
 from zoo.data.mixed_text import read_mixture
 from zoo.data.prepared import format, hashes, opening
@@ -283,3 +285,30 @@ def test_shards_of_a_web_server_are_a_source(tmp_path, parquet, folder, monkeypa
     assert all_of(here, "web") == sorted(expected)
     with pytest.raises((ValueError, FileNotFoundError), match=r"no file matches .*train-9.parquet"):
         load(tmp_path, f"web={address}/train-9.parquet:0.6,code={folder}:0.4")
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (500, "the store failed, more often than its library tries again"),
+        ("drop", "the store cannot be reached"),
+        ("half", "the store cannot be reached"),
+        (403, "the store refuses permission"),
+    ],
+)
+def test_a_web_server_that_falters(tmp_path, parquet, fault, message):
+    """The same command, once the server is well, gives the same as files here."""
+    address, local, _ = parquet
+    make = functools.partial(prepare, folder=tmp_path / "out", workers=1, shard_megabytes=0.001)
+
+    def falters(number, method, path):
+        return fault if method == "GET" and path.endswith("train-1.parquet") else None
+
+    with proxy(int(address.rpartition(":")[2]), falters) as port:
+        files = [f"http://127.0.0.1:{port}/train-{number}.parquet" for number in range(2)]
+        with pytest.raises(AddressError, match=rf"train-1\.parquet: {message}"):
+            make(files)
+    assert not (tmp_path / "out" / format.MANIFEST).exists()
+    again = make([f"{address}/train-{number}.parquet" for number in range(2)])
+    files = [f"{local}/train-{number}.parquet" for number in range(2)]
+    assert again == make(files, folder=tmp_path / "local")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from stores import Store, s3, s3_port  # noqa: F401
+from test_formats import web  # noqa: F401
 
 from zoo import text as zoo_text
 from zoo.__main__ import main
@@ -450,6 +450,15 @@ def test_an_address_gets_the_same_files(tmp_path: Path, monkeypatch):
     (address.parent / "other" / "a.txt").write_text("a")
     with pytest.raises(ValueError, match=r"holds something else \(a\.txt\)"):
         prepare.prepare(data, str(address.parent / "other"), **SMALL)
+
+
+def test_each_byte_of_an_address_is_read_once(tmp_path: Path, web):  # noqa: F811
+    address, folder, sent = web
+    write_corpus(folder, lines=400)
+    sizes = [(folder / f"{number}.jsonl").stat().st_size for number in range(3)]
+    files = [f"{address}/{number}.jsonl" for number in range(3)]
+    prepare.prepare(files, tmp_path / "out", workers=1)
+    assert sent == [sizes[0], *sizes]  # the first block once more: are there two documents?
 
 
 def test_names_of_special_tokens_are_read_as_told(tmp_path, capsys):

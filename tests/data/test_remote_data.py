@@ -48,7 +48,12 @@ def test_a_corpus_is_prepared_from_and_to_a_store(
         (tmp_path / "raw").mkdir(exist_ok=True)
         (tmp_path / "raw" / f"{number}.jsonl.gz").write_bytes(content)
     there, here = f"{store.address}/corpus", str(tmp_path / "corpus")
-    run("zoo", "prepare", f"{raw}/*.jsonl.gz", "--out", there, home=tmp_path)
+
+    def falters(number: int, method: str, path: str) -> int | str | None:
+        return 500 if number % 3 == 0 else "drop" if number % 5 == 0 else None
+
+    with store.proxied(falters):
+        run("zoo", "prepare", f"{raw}/*.jsonl.gz", "--out", there, home=tmp_path)
     run("zoo", "prepare", f"{tmp_path}/raw/*.jsonl.gz", "--out", here, home=tmp_path)
     prints = [
         json.loads((location(folder, "data") / "manifest.json").read_text())["fingerprint"]

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 import zoo
 import zoo.runs.loop
 from zoo import losses, sharding
+from zoo.common import checksums
 from zoo.data.corpus import Corpus
 from zoo.data.mixtures import MixtureDataset, Stage
 from zoo.planning import planner
@@ -637,6 +638,24 @@ def test_interrupted_evaluations_are_repeated(how, step, tmp_path, monkeypatch, 
     again, same = fit_judged(run)
     assert same == result
     assert_equal_states(again, state)
+    assert without_speed(run) == without_speed(whole)
+
+
+def test_runs_on_a_full_disk_say_what_is_left_and_resume(tmp_path, monkeypatch):
+    write = checksums.write
+
+    def full(folder, **options):
+        if folder.name != "4.tmp":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(folder, **options)
+
+    whole, run = config(tmp_path / "whole", steps=12), config(tmp_path, steps=12)
+    for _ in range(2):
+        with monkeypatch.context() as context:
+            context.setattr(checksums, "write", full)
+            with pytest.raises(CheckpointError, match=r"Step 8 .*disk is full\. .*step 4 is there"):
+                fit(run)
+    assert_equal_states(fit(run).state, fit(whole).state)
     assert without_speed(run) == without_speed(whole)
 
 

@@ -113,13 +113,18 @@ def test_two_processes_train_a_mixture_bit_for_bit_as_one(shared, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_train_on_preferences_bit_for_bit_as_one(shared, tmp_path):
-    """The reference's log-probabilities are made by both."""
-    recipe, one, two = Recipe("finetune on preferences", shared), tmp_path / "one", tmp_path / "two"
+@pytest.mark.parametrize("name", ["finetune", "finetune on preferences"])
+def test_two_processes_finetune_bit_for_bit_as_one(name, shared, tmp_path):
+    """Adapters; and a whole model on preferences, whose reference both processes ask."""
+    recipe, one, two = Recipe(name, shared), tmp_path / "one", tmp_path / "two"
     recipe.run(one, *FLAGS, "--mesh=fsdp=2", devices=2)
-    for process in start_processes(recipe, two, "--mesh=fsdp=2", devices=1):
-        finish(process)
+    processes = start_processes(recipe, two, "--mesh=fsdp=2", devices=1)
+    said, other = (finish(process) for process in processes)
     assert_same_result(two, one)
+    assert "--- a sample after ---" in said
+    assert "a sample" not in other
+    if name == "finetune":
+        return
     first, second = (np.load(x / "reference" / "log_probabilities.npz") for x in (one, two))
     assert len(first["train"]) > 40
     for name in ("train", "held_out"):

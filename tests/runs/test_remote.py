@@ -12,6 +12,7 @@ from pathlib import Path
 import fsspec
 import jax.numpy as jnp
 import pytest
+from helpers import bytes_read
 
 from zoo.common import checksums, files
 from zoo.common.store import Store
@@ -139,6 +140,16 @@ def test_steps_are_complete_last_and_removed_incomplete_first(tmp_path, bucket, 
         assert parts in [x & whole for x in seen]
     assert seen[-1] == whole
     assert copies.good == {2}
+
+
+def test_an_upload_reads_a_large_file_twice(tmp_path):
+    """For its SHA-256, and to send it."""
+    made, size = write_step(tmp_path / "checkpoints", 1), 2**24
+    (made / "arrays" / "data").write_bytes(bytes(size))
+    checkpoint.seal(made)
+    copies, before = make_copies(tmp_path), bytes_read()
+    copies.copy_step(1, lambda: None)
+    assert 2 * size <= bytes_read() - before < 2.1 * size
 
 
 def test_a_step_that_is_being_copied_stays_in_the_folder(tmp_path, monkeypatch, bucket):

@@ -6,6 +6,7 @@ One run has all of them that are quick. It is killed, and resumed from an earlie
 import json
 import os
 import re
+import shutil
 import socket
 import sqlite3
 import struct
@@ -167,6 +168,22 @@ def test_failed_runs_are_told_so_and_with_nothing_saved_forget_the_id(tmp_path: 
     assert re.fullmatch("[0-9a-f]{8}", again.told[0][0])
     assert again.told[0][0] != memory.told[0][0]
     assert again.told[-1] == "killed"
+
+
+class Left(callbacks.Callback):
+    """Copies what a kill at step 2 would leave of a run's folder."""
+
+    def on_step(self, loop, step, state, metrics):
+        if step == 2:
+            shutil.copytree(loop.run.folder, loop.run.folder.parent / "killed" / "run")
+
+
+def test_runs_killed_before_their_first_checkpoint_keep_the_ids(tmp_path: Path):
+    one, other = Memory(), Memory()
+    fit(config(tmp_path, steps=4, checkpoint_every=4), one, Left())
+    assert not list((tmp_path / "killed" / "run" / "checkpoints").glob("[0-9]*"))
+    fit(config(tmp_path / "killed", steps=4), other)
+    assert other.told[0] == one.told[0] == (one.told[0][0], 0)
 
 
 # --- TensorBoard --------------------------------------------------------------------------------

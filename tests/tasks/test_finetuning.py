@@ -424,6 +424,21 @@ def test_a_prepared_folder_has_the_tokenizer_of_the_model(tmp_path, shared):
             finetuning.read_text(run, load_tokenizer(tmp_path / "tokenizer"))
 
 
+def test_without_files_it_reads_pythons_help_texts(tmp_path):
+    """Their names decide which are held out, whatever version of Python wrote them."""
+    data = finetuning.Data(cache=tmp_path / "cache")
+    with zoo.Run(finetuning.Config(run_dir=tmp_path / "run", steps=1, data=data)) as run:
+        text = finetuning.read_text(run, ByteTokenizer())
+    held_out, train = (
+        {part.corpus.name(i).strip("'") for i in range(len(part.corpus))}
+        for part in (text.held_out, text.train)
+    )
+    assert {"class", "power", "while", "with"} <= held_out
+    assert {"assignment", "if", "strings", "yield"} <= train
+    assert len(held_out) <= 10 < 60 < len(train)
+    assert 300_000 < text.train.corpus.num_bytes < 900_000
+
+
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "some text"}]
 
 

@@ -103,11 +103,19 @@ def test_members_train_like_separate_models(name):
     np.testing.assert_allclose(history, np.mean(histories, axis=0), rtol=1e-5)
 
 
-@pytest.mark.parametrize(("make_model", "x"), MODELS[:2], ids=["mlp", "rnn"])
-def test_sharded_members_give_equal_gradients(make_model, x):
+@pytest.mark.parametrize(
+    ("make_model", "x", "mesh", "rules"),
+    [
+        (make_mlp, POINTS, "data=2,fsdp=2,tensor=2", {}),
+        (make_rnn, TOKENS, "data=2,fsdp=2,tensor=2", {}),
+        (make_mlp, POINTS, "data=2,fsdp=4", {"member": "data", "batch": "fsdp"}),
+    ],
+    ids=["mlp", "rnn", "other rules"],
+)
+def test_sharded_members_give_equal_gradients(make_model, x, mesh, rules):
     model = Ensemble(make_model, NUM_MEMBERS, key=KEY)
-    mesh = sharding.make_mesh("data=2,fsdp=2,tensor=2")
-    placed = eqx.filter_shard(model, sharding.shardings(eqx.filter(model, eqx.is_array), mesh))
+    layout = sharding.Layout(mesh, {**sharding.RULES, **rules})
+    placed = eqx.filter_shard(model, sharding.shardings(eqx.filter(model, eqx.is_array), layout))
     for leaf in jax.tree.leaves(eqx.filter(placed, eqx.is_array)):
         assert leaf.sharding.shard_shape(leaf.shape)[0] == NUM_MEMBERS // 2
     batch = jax.tree.map(jnp.asarray, make_batch(x))
@@ -116,7 +124,7 @@ def test_sharded_members_give_equal_gradients(make_model, x):
         loss = lambda model: ensemble.member_loss(loss_fn)(model, batch, KEY)[0]
         return eqx.filter_jit(eqx.filter_value_and_grad(loss))(model)
 
-    with sharding.use(mesh):
+    with sharding.use(layout):
         sharded = gradient(placed)
     for a, b in zip(jax.tree.leaves(sharded), jax.tree.leaves(gradient(model)), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
@@ -156,6 +164,18 @@ def test_dropout_samples_match_keyed_calls():
     for sample, key in zip(samples, jax.random.split(KEY, 5), strict=True):
         np.testing.assert_allclose(sample, call(key), atol=1e-5)
     assert samples.std(0).min() > 0
+
+
+def test_members_drop_different_units():
+    same = jax.random.split(KEY, 1)[0]
+    model = Ensemble(lambda key: make_mlp(same, dropout=0.5), 2, key=KEY)
+    batch, loss = jax.tree.map(jnp.asarray, make_batch()), ensemble.member_loss(loss_fn)
+    outputs = lambda model, key: model(POINTS, key=key)
+    gradient = eqx.filter_grad(lambda model, key: loss(model, batch, key)[0])
+    for call in (outputs, lambda model, key: gradient(model, key).members.first.linear.bias):
+        for key in (None, KEY):
+            one, other = eqx.filter_jit(call)(model, key)
+            assert np.allclose(one, other, atol=1e-6) == (key is None)
 
 
 @pytest.mark.parametrize(
