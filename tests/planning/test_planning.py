@@ -677,10 +677,7 @@ def test_suggestions_stop_after_a_few(capsys, monkeypatch):
     assert planner.suggest(limited(estimate, 1e12)) is None
     said = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("trying") for line in said) == 6
-    assert said[-2:] == [
-        "no more than 6 changes are tried",
-        "Nothing that was tried fits: take more devices, or larger ones.",
-    ]
+    assert said[-1] == "Nothing that was tried fits: take more devices, or larger ones."
 
 
 def test_plans_that_do_not_fit_look_for_lighter_trainings(monkeypatch):
@@ -1031,6 +1028,11 @@ def test_quoted_plans_are_those_of_today(line, options):
     estimate = make_estimate(command.make_job(config, model, target), target)
     assert estimate.memory.total / 2**30 == pytest.approx(float(quoted), rel=0.02)
     assert estimate.memory.fits == ("does not fit" not in line)
+    if "52%" in line:  # of which the page has all
+        [seconds] = re.findall(
+            r"^  step, at least +([\d.]+) s  no overlap", QUOTED.read_text(), re.MULTILINE
+        )
+        assert roofline.roofline(estimate).by_op.seconds == pytest.approx(float(seconds), rel=0.02)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "nf4"])

@@ -24,6 +24,7 @@ from zoo.nn.remat import Policy
 from zoo.nn.stateful import cast
 from zoo.planning import flops, planner, report
 from zoo.planning.job import Estimate, Job, make_estimate
+from zoo.planning.search import candidates, fastest
 from zoo.planning.targets import Target, prepare
 from zoo.publishing import PublishError, models
 from zoo.publishing.models import with_paths
@@ -206,7 +207,7 @@ def make_job(config: Config, model: PyTree, target: Target) -> Job:
 
 
 def search(config: Config, model: PyTree, target: Target) -> tuple[Estimate, str]:
-    """The fastest mesh for a training of a transformer, as an estimate of it, with the reason.
+    """The fastest settings of a training of a transformer, as an estimate, with the reason.
 
     Raises:
         ValueError: another model, a target without published peaks, or no mesh that fits.
@@ -220,11 +221,11 @@ def search(config: Config, model: PyTree, target: Target) -> tuple[Estimate, str
     parameters = sum(x.size for x in jax.tree.leaves(model) if is_parameter(x))
     needed = flops.per_token(model, config.seq_len) or 0.0
     work = needed * rows * config.seq_len * (4 / 3 if config.remat == "full" else 1)
-    found = planner.candidates(
+    found = candidates(
         model.config, parameters, work, rows // config.accumulate, config.seq_len, target
     )
     given = dataclasses.replace(config, batch_size=rows, mesh=sharding.storage_mesh(-1))
-    return planner.search(found, make_job(given, model, target), target)
+    return fastest(found, make_job(given, model, target), target)
 
 
 def lighter(config: Config, folder: Path | None, target: Target) -> Iterator[tuple[str, Job]]:
