@@ -230,6 +230,7 @@ def test_overlong_documents_are_split():
 def test_invalid_buckets_are_refused(buckets):
     with pytest.raises(ValueError, match="must be different positive lengths"):
         bucketed(buckets=buckets)
+    assert packing.bucket_lengths((8, 1)).tolist() == [1, 8]
 
 
 # --- Loading

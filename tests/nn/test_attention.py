@@ -243,6 +243,23 @@ def test_auto_uses_splash_where_supported(
             assert (attend() != 7).any()
 
 
+def test_splash_takes_what_a_device_has(monkeypatch: pytest.MonkeyPatch):
+    shapes: list[Any] = []
+    monkeypatch.setattr(sys.modules[attention.__module__], "platform", lambda: "tpu")
+    kernel = lambda q, *_, **options: shapes.append(q.shape) or q
+    monkeypatch.setattr(sys.modules[attention.__module__], "splash", kernel)
+    q, *_ = inputs(128, dtype=jnp.bfloat16)
+    with sharding.use(sharding.make_mesh("fsdp=2,tensor=2")):
+        jax.eval_shape(functools.partial(attention, causal=True), q, q, q)
+    assert shapes == [(1, 128, 1, 8)]
+
+
+def test_chunks_are_equal_parts_of_a_row(monkeypatch: pytest.MonkeyPatch):
+    assert [masks.chunk_size(x) for x in (1, 128, 129, 8_192)] == [1, 128, 65, 128]
+    monkeypatch.setattr(masks, "platform", lambda: "tpu")
+    assert [masks.chunk_size(x) for x in (128, 512, 1_025)] == [128, 512, 342]
+
+
 def test_default_chunk_size_matches_xla():
     *qkv, g = inputs(130, heads=2, kv_heads=1)
     run = lambda implementation: value_and_gradients(
@@ -272,7 +289,7 @@ def test_the_scale_may_be_given():
     np.testing.assert_allclose(got, textbook(q * 0.5 * 8**0.5, k, v, seen, None, np), atol=4e-6)
 
 
-@pytest.mark.parametrize("heads", [2, 4])
+@pytest.mark.parametrize(("new", "heads"), [(1, 2), (1, 4), (3, 4)])
 @pytest.mark.parametrize(
     ("options", "dtype"),
     [
@@ -283,18 +300,18 @@ def test_the_scale_may_be_given():
     ],
     ids=str,
 )
-def test_cached_attention_matches_textbook_formula(options: dict, dtype: Any, heads: int):
+def test_cached_attention_matches_textbook_formula(options: dict, dtype: Any, new: int, heads: int):
     rng = np.random.default_rng(0)
-    shapes = [(3, 1, heads, 8), (3, 2, 6, 8), (3, 2, 6, 8)]
+    shapes = [(3, new, heads, 8), (3, 2, 6, 8), (3, 2, 6, 8)]
     q, k, v = (jnp.asarray(2 * rng.normal(size=shape), dtype) for shape in shapes)
-    seen = rng.random((3, 6)) < 0.5
-    seen[:, 0] = True
-    run = lambda q, k, v: attend_to_slots(q, k, v, jnp.asarray(seen)[:, None], **options)
+    seen = rng.random((3, new, 6)) < 0.5
+    seen[..., 0] = True
+    run = lambda q, k, v: attend_to_slots(q, k, v, jnp.asarray(seen), **options)
     got = run(q, k, v)
     assert got.dtype == dtype
     q64, k64, v64 = (np.asarray(x, np.float64) for x in (q, k.swapaxes(1, 2), v.swapaxes(1, 2)))
     q64 *= options.get("scale", 8**-0.5) * 8**0.5
-    want = textbook(q64, k64, v64, seen[:, None, None], options.get("soft_cap"), np)
+    want = textbook(q64, k64, v64, seen[:, None], options.get("soft_cap"), np)
     tolerance = 4e-6 if dtype == jnp.float32 else 2**-7
     np.testing.assert_allclose(got.astype(jnp.float32), want, atol=tolerance * np.abs(want).max())
     # One query per head is two in bf16, for which XLA for CPU does not convert the keys.
@@ -303,7 +320,7 @@ def test_cached_attention_matches_textbook_formula(options: dict, dtype: Any, he
         for e in equations(jax.make_jaxpr(run)(q, k, v))
         if e.primitive.name == "dot_general"
     ]
-    queries = 2 if dtype == jnp.bfloat16 else heads // 2
+    queries = max(new * heads // 2, 2 if dtype == jnp.bfloat16 else 1)
     assert products == [(queries, 8), (queries, 6)]
 
 
