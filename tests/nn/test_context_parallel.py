@@ -16,7 +16,7 @@ import zoo
 from zoo import bert, mlp, sharding
 from zoo.common import configuration
 from zoo.nn.attention import attention
-from zoo.nn.attention.context_parallel import Exchange
+from zoo.nn.attention.context_parallel import Exchange, on_each_device
 from zoo.nn.attention.masks import Mask
 from zoo.nn.attention.splash import Blocks
 from zoo.planning import collectives, hlo
@@ -221,6 +221,16 @@ def test_heads_that_the_parts_do_not_divide_are_not_exchanged():
         jax.eval_shape(call, q, q, q)
         with pytest.raises(sharding.ShardingError, match=message):
             jax.eval_shape(functools.partial(call, implementation="exchange"), q, q, q)
+
+
+def test_whole_documents_have_no_segments_where_keys_are_gathered():
+    """They would cost a kernel a mask of zeros."""
+    seen: list[Any] = []
+    kernel = lambda q, k, v, segments, *_: seen.append(segments) or q
+    call = lambda q: on_each_device(kernel, q, q, q, None, Mask(True, None), "gather")
+    with sharding.use(sharding.make_mesh("context=2")):
+        jax.eval_shape(call, jax.ShapeDtypeStruct((1, 16, 2, 8), jnp.float32))
+    assert seen == [None]
 
 
 # Whole steps
