@@ -11,7 +11,6 @@ Legend of suffixes: B batch, T time, E embed.
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -19,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PyTree
 
-from zoo.common.addresses import is_remote
 from zoo.common.configuration import may_differ, require
 from zoo.data import text
 from zoo.data.tokenizer import FILE_NAME, Tokenizer, get_tokenizer
@@ -189,8 +187,7 @@ class Config(language.Config):
 
     def alone(self) -> Any:
         """The configuration of the same student without its teacher."""
-        folder = f"{str(self.run_dir).rstrip('/')}-alone"
-        run_dir = folder if is_remote(self.run_dir) else Path(folder)
+        run_dir = f"{str(self.run_dir).rstrip('/')}-alone"
         work_dir = self.work_dir and self.work_dir.with_name(f"{self.work_dir.name}-alone")
         folders: Any = {"run_dir": run_dir, "work_dir": work_dir}
         return dataclasses.replace(self, **folders, weight=0.0, compare=False)
