@@ -66,8 +66,8 @@ def test_every_module_has_a_room():
 
 # Lines of each room. What needs more raises its number here, in a commit that says why.
 CEILINGS = {
-    "common": 1340,
-    "sharding": 1405,
+    "common": 1350,
+    "sharding": 1410,
     "nn": 2730,
     "transformer": 1260,
     "rnn": 910,
@@ -80,13 +80,13 @@ CEILINGS = {
     "decoding": 1260,
     "publishing": 1810,
     "hf": 3040,
-    "runs": 4700,
+    "runs": 4730,
     "tasks": 1530,
     "alignment": 845,
     "planning": 3020,
     "evaluation": 1020,
     "__main__": 140,
-    "__init__": 115,
+    "__init__": 140,
 }
 
 

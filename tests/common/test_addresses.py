@@ -150,6 +150,33 @@ def test_errors_of_libraries_become_sentences(error: Exception, message: str | N
             raise error
 
 
+@pytest.mark.parametrize(
+    ("library", "names"),
+    [
+        (
+            "aiohttp",
+            "ClientConnectionError ClientConnectorError ClientConnectorDNSError ClientOSError "
+            "ClientPayloadError ClientConnectionResetError ClientProxyConnectionError "
+            "ConnectionTimeoutError ServerDisconnectedError ServerTimeoutError SocketTimeoutError",
+        ),
+        (
+            "botocore.exceptions",
+            "EndpointConnectionError ConnectTimeoutError ConnectionClosedError ReadTimeoutError "
+            "ProxyConnectionError ResponseStreamingError",
+        ),
+        ("httpx", "ConnectError ConnectTimeout ReadError ReadTimeout RemoteProtocolError"),
+    ],
+)
+def test_stores_that_cannot_be_reached_are_known_by_each_library(library: str, names: str):
+    module = pytest.importorskip(library)
+    for name in names.split():
+        # Without their own constructors and texts, which name no class.
+        silent = type(name, (getattr(module, name),), {"__str__": lambda self: ""})
+        error = silent.__new__(silent)
+        with pytest.raises(AddressError, match="cannot be reached"), explained("s3://bucket/a"):
+            raise error
+
+
 def reason(address: str, variables: dict[str, str]) -> str:
     with pytest.raises((AddressError, FileNotFoundError)) as caught, explained(address):
         location(address, "data").read_text()

@@ -19,6 +19,26 @@ from zoo.data.tokenizer import load_tokenizer
 from zoo.publishing import replacing
 from zoo.runs.checkpoint import Checkpointer
 
+# --- Transfers --------------------------------------------------------------------------------
+
+
+def test_transfers_off_a_terminal_say_every_15_seconds_how_far_they_are(monkeypatch, capsys):
+    clock = [100.0]
+    monkeypatch.setattr(files, "monotonic", lambda: clock[0])
+    with files.Transfer("fetching a", 4_000_000) as transfer:
+        for clock[0] in (114.9, 115.0, 129.9, 130.0):
+            transfer.add(1_000_000)
+        assert capsys.readouterr().err.splitlines() == [
+            "fetching a: 2.0 of 4.0 MB",
+            "fetching a: 4.0 of 4.0 MB",
+        ]
+    assert capsys.readouterr().err == "fetching a: 4.0 of 4.0 MB\n"
+    with files.Transfer("", 1) as transfer:
+        clock[0] = 1000.0
+        transfer.add(1)
+    assert capsys.readouterr().err == ""
+
+
 # --- Where they may be ------------------------------------------------------------------------
 
 

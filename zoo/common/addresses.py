@@ -154,7 +154,8 @@ def reason_of(error: BaseException) -> str | None:
         return "the store is full, or its quota is used up: free some space"
     if any(getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT) for e in chain):
         return None  # of this machine's disk: said where it is written
-    if any(_UNREACHED.match(name) for name in names) or re.search(
+    kinds = {kind.__name__ for e in chain for kind in type(e).__mro__}
+    if any(_UNREACHED.match(name) for name in kinds) or re.search(
         r"Could not connect|Connect(ion)? ?(call )?(failed|refused)", text
     ):
         return (
@@ -173,8 +174,10 @@ def reason_of(error: BaseException) -> str | None:
 NO_BUCKET = "there is no such bucket: make it, or correct the address"
 # What gcsfs did not find: the objects of a bucket, or a bucket to write to.
 _GS_BUCKET = re.compile(r"^b/[^/]+/o$|/upload/storage/(?!.*upload_id=)")
+# Of Python, aiohttp, botocore, httpx and fsspec: a class, or one above it.
 _UNREACHED = re.compile(
-    r"Connect|(Read|FS|Server)?Timeout|ServerDisconnected|Client(OS|Payload)Error"
+    r"(Client|Server)?Connect|(FS)?Timeout|Client(OS|Payload)Error|ResponseStreaming|Network|"
+    r"RemoteProtocol"
 )
 
 

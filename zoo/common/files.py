@@ -5,9 +5,12 @@ import fcntl
 import os
 import re
 import shutil
+import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from time import monotonic
 from typing import Any, TypeAlias
 
 from rich.console import Console
@@ -238,19 +241,22 @@ def made_once(folder: Path, make: Callable[[Path], object], name: str) -> Path:
 class Transfer:
     """A bar of what is transferred, how much of it, how fast, of any number of threads.
 
-    Nothing is shown without a title.
+    Nothing is shown without a title; off a terminal, a line every 15 s, and one at the end.
     """
 
     def __init__(self, title: str, total: int):
+        console = Console(stderr=True)
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             DownloadColumn(),
             TransferSpeedColumn(),
-            console=Console(stderr=True),
-            disable=not title,
+            console=console,
+            disable=not (title and console.is_terminal),
         )
         self._task = self._progress.add_task(title, total=total)
+        self._has_lines = bool(title) and not console.is_terminal
+        self._told, self._lock = monotonic(), threading.Lock()
 
     def __enter__(self) -> "Transfer":
         self._progress.start()
@@ -258,7 +264,18 @@ class Transfer:
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
+        if self._has_lines:
+            self._say()
 
     def add(self, num_bytes: int) -> None:
         """Count bytes that are done."""
         self._progress.update(self._task, advance=num_bytes)
+        with self._lock:
+            if self._has_lines and monotonic() - self._told >= 15:
+                self._told = monotonic()
+                self._say()
+
+    def _say(self) -> None:
+        [task] = self._progress.tasks
+        done, total = task.completed / 1e6, (task.total or 0) / 1e6
+        print(f"{task.description}: {done:,.1f} of {total:,.1f} MB", file=sys.stderr, flush=True)

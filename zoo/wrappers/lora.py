@@ -60,7 +60,8 @@ class Adapted(Operand):
 
     `down` takes the matrix's input axes to the rank, and `up` the rank to its output axes. A
     product with it is x·W + scale · (x·down)·up; only DoRA makes the sum of both matrices, for
-    the lengths of its columns. The matrix may be another operand: a quantised one, or one
+    the lengths of its columns, at each use and in fp32: bf16 would round away the first updates
+    (PEFT takes the dtype of the input). The matrix may be another operand: a quantised one, or one
     that has an adapter already.
     """
 
