@@ -159,7 +159,7 @@ def found_in(dataset: TokenDataset, batch: dict[str, np.ndarray]) -> list[tuple]
     return list(zip(*columns, strict=True))
 
 
-@examples(80, 5000)
+@examples(80, 1000)
 def test_datasets_give_each_token_once(options: settings):
     @options
     @given(datasets(), st.integers(0, 3), st.integers(0, 6))
@@ -320,7 +320,7 @@ def loss_and_gradient(world: World, **where: Any) -> tuple[float, Any]:
 
 
 @pytest.mark.parametrize("family", WORLDS)
-@examples(1, 15)
+@examples(1, 10)
 def test_any_mesh_matches_one_device_gradients(options: settings, family: str):
     @options
     @given(worlds(family))
@@ -344,7 +344,7 @@ LIVES = st.tuples(st.just("live"), MESHES, st.integers(0, 2), st.booleans())
 DAMAGES = st.tuples(st.just("damage"), st.sampled_from(KINDS), st.integers(0, 2**32))
 
 
-@examples(12, 60)
+@examples(12, 40)
 def test_newest_undamaged_step_is_restored(options: settings, tmp_path_factory):
     """Saves, kills inside saves and damages in any order, each life on a mesh of its own."""
 

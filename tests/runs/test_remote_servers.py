@@ -207,7 +207,7 @@ def test_two_starters_and_a_crash(store, shared, straight, tmp_path):
     winner.kill()
     winner.wait()
     again = f"--steps={STEPS}"
-    patient = start(address, tmp_path / "other", shared, again, LEASE="30")  # starts within that
+    patient = start(address, tmp_path / "other", shared, again, LEASE="15")  # starts within that
     output = finish(patient)
     assert "another process is at work, or was killed there; waiting for up to" in output
     began = time.monotonic()
