@@ -69,7 +69,7 @@ CEILINGS = {
     "common": 1350,
     "sharding": 1410,
     "nn": 2730,
-    "transformer": 1260,
+    "transformer": 1280,
     "rnn": 910,
     "mlp": 220,
     "bert": 200,

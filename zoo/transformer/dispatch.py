@@ -160,14 +160,8 @@ def _for_all(
     rows_RE = jnp.where(mine_R1, rows_RE, jnp.zeros_like(rows_RE))
     y_RE = experts(rows_RE, *matrices, sizes_X)
     y_RE = jnp.where(mine_R1, y_RE, jnp.zeros_like(y_RE))
-    return _summed(y_RE, order, routed)
-
-
-def _summed(y_RE: Float[Array, "rows embed"], order: Order, routed: Routed) -> Array:
-    """Each token's rows, weighted and added up."""
-    y_NCE = _taken(y_RE, order.inverse, 1).reshape(*routed.chosen.shape, y_RE.shape[-1])
-    weights_NC1 = routed.weights[..., None].astype(jnp.float32)
-    return (y_NCE.astype(jnp.float32) * weights_NC1).sum(-2).astype(y_RE.dtype)
+    y_NE = _summed(y_RE, routed.weights.reshape(-1, choices), order)
+    return y_NE.reshape(x_BTE.shape)
 
 
 def _by_all_to_all(
@@ -228,7 +222,7 @@ def _one_round(
         y_RE = experts(_taken(got_RE, by_expert, 1), *matrices, sizes_SX.sum(0))
     y_RE = _taken(y_RE, by_expert.inverse, 1)
     y_RE = _exchange(y_RE, sizes_SDX.sum(-1).T, split.exchanged, rows_RE.shape[0])
-    return _summed(y_RE, order, routed)
+    return _summed(y_RE, routed.weights, order)
 
 
 def _share(parts: int) -> str:
@@ -294,6 +288,34 @@ def _taken_backward(choices: int, order: Order, g_RE: Array) -> tuple[Array, Non
 
 
 _taken.defvjp(_taken_forward, _taken_backward)
+
+
+@custom_vjp
+def _summed(y_RE: Array, weights_NC: Array, order: Order) -> Float[Array, "tokens embed"]:
+    """Each token's rows, weighted and added up. The gradient keeps to the order of the rows."""
+    y_NCE = _taken(y_RE, order.inverse, 1).reshape(*weights_NC.shape, y_RE.shape[-1])
+    weights_NC1 = weights_NC[..., None].astype(jnp.float32)
+    return (y_NCE.astype(jnp.float32) * weights_NC1).sum(1).astype(y_RE.dtype)
+
+
+def _summed_forward(
+    y_RE: Array, weights_NC: Array, order: Order
+) -> tuple[Array, tuple[Array, Array, Order]]:
+    return _summed(y_RE, weights_NC, order), (y_RE, weights_NC, order)
+
+
+def _summed_backward(
+    residuals: tuple[Array, Array, Order], g_NE: Array
+) -> tuple[Array, Array, None]:
+    y_RE, weights_NC, order = residuals
+    g_RE = _taken(g_NE, order, weights_NC.shape[1]).astype(jnp.float32)
+    weights_R1 = weights_NC.reshape(-1)[order.from_R, None].astype(jnp.float32)
+    dweights_R = (g_RE * y_RE.astype(jnp.float32)).sum(1)[order.to_R]
+    dweights_NC = dweights_R.reshape(weights_NC.shape).astype(weights_NC.dtype)
+    return (g_RE * weights_R1).astype(y_RE.dtype), dweights_NC, None
+
+
+_summed.defvjp(_summed_forward, _summed_backward)
 
 
 @functools.partial(custom_vjp, nondiff_argnums=(2, 3))
