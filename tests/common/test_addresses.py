@@ -177,6 +177,21 @@ def test_stores_that_cannot_be_reached_are_known_by_each_library(library: str, n
             raise error
 
 
+@pytest.mark.parametrize(
+    ("library", "names"),
+    [
+        ("aiohttp", "ClientConnectorCertificateError ClientConnectorSSLError"),
+        ("botocore.exceptions", "SSLError"),
+    ],
+)
+def test_a_certificate_that_is_refused_keeps_its_error(library: str, names: str):
+    module = pytest.importorskip(library)
+    for name in names.split():
+        refused = type(name, (getattr(module, name),), {"__str__": lambda self: "self-signed"})
+        with pytest.raises(refused, match="self-signed"), explained("s3://bucket/a"):
+            raise refused.__new__(refused)
+
+
 def reason(address: str, variables: dict[str, str]) -> str:
     with pytest.raises((AddressError, FileNotFoundError)) as caught, explained(address):
         location(address, "data").read_text()

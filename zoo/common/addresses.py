@@ -155,7 +155,9 @@ def reason_of(error: BaseException) -> str | None:
     if any(getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT) for e in chain):
         return None  # of this machine's disk: said where it is written
     kinds = {kind.__name__ for e in chain for kind in type(e).__mro__}
-    if any(_UNREACHED.match(name) for name in kinds) or re.search(
+    if any("SSL" in kind or "Certificate" in kind for kind in kinds):
+        return None  # a certificate, which its own error explains
+    if any(_UNREACHED.match(kind) for kind in kinds) or re.search(
         r"Could not connect|Connect(ion)? ?(call )?(failed|refused)", text
     ):
         return (
