@@ -117,6 +117,16 @@ def test_flags_of_other_programs_are_translated(given, meant, capsys):
     assert f"{name}: did you mean {meant}?" in capsys.readouterr().err.splitlines()
 
 
+def test_flags_are_translated_to_those_of_the_command(capsys):
+    from recipes import generate
+
+    with pytest.raises(SystemExit):
+        parse(generate.Config, "python -m recipes.generate", ["m", "--lr=3", "--max-tokens", "3"])
+    errors = capsys.readouterr().err
+    assert "--max-tokens: did you mean --max-new-tokens?" in errors.splitlines()
+    assert "learning-rate" not in errors
+
+
 def test_flags_are_translated_to_those_that_there_are(capsys):
     with pytest.raises(SystemExit):
         main.main(["plan", "--help"])
@@ -169,6 +179,14 @@ def test_report_names_versions_devices_and_settings(monkeypatch, capsys):
     assert "7: cpu" in lines
     assert "XLA_PYTHON_CLIENT_PREALLOCATE=false" in lines
     assert "a secret" not in output
+
+
+def test_report_names_packages_that_are_missing(monkeypatch, capsys):
+    found = [x for x in importlib.metadata.distributions() if x.name not in ("optax", "s3fs")]
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda: found)
+    main.report()
+    lines = capsys.readouterr().out.splitlines()
+    assert {"  optax is missing", "  s3fs is missing"} <= {*lines}
 
 
 def test_report_says_that_devices_are_missing(monkeypatch, capsys):

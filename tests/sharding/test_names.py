@@ -382,6 +382,9 @@ def test_the_placement_table_leaves_out_axes_of_one_device():
     assert "fsdp" in sharding.placement_table(net()["annotated"], make_mesh("fsdp=2"))
     vector = sharding.placement_table({"a": {"b": jnp.ones(8)}}, make_mesh("tensor=2"))
     assert "axes={'a.b': 'embed'}" in vector
+    arrays = {"a": jnp.ones(8), "b": jnp.ones((8, 8)), "c": jnp.ones(8)}
+    largest = sharding.placement_table(arrays, make_mesh("tensor=2"))
+    assert "axes={'b': 'embed mlp'}" in largest
 
 
 def test_strict_refuses_what_nobody_asked_for():

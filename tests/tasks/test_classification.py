@@ -1,8 +1,18 @@
+import equinox as eqx
+import jax
 import numpy as np
 import pytest
 
-from zoo import classification
-from zoo.tasks.classification import Predictions, calibration_bins, calibration_error, judge
+import zoo
+from zoo import classification, mlp
+from zoo.runs.config import Config
+from zoo.tasks.classification import (
+    Judge,
+    Predictions,
+    calibration_bins,
+    calibration_error,
+    judge,
+)
 
 
 def probabilities(confidences, classes, num_classes=3):
@@ -45,6 +55,30 @@ def test_ensemble_is_scored_by_mean_and_members():
         of = name if name == "calibration_error" else f"eval_{name}"
         assert both[f"member_{name}"] == pytest.approx((first[of] + second[of]) / 2)
     assert not any(name.startswith("member") for name in first)
+
+
+def test_whole_evaluations_are_kept_with_their_report_and_pictures(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    inputs = rng.normal(size=(20, 4)).astype(np.float32)
+    held_out = zoo.ArrayDataset({"inputs": inputs, "labels": rng.integers(0, 3, 20)}, 8, 0)
+    model = mlp.MLP(mlp.Config(in_size=4, out_size=3, hidden_size=8), key=jax.random.key(0))
+    made, plain = [], Judge._predict
+    monkeypatch.setattr(Judge, "_predict", lambda *given: made.append(1) or plain(*given))
+
+    def evaluate(model):
+        with zoo.Run(Config(run_dir=tmp_path / "run", steps=1, compilation_cache=None)) as run:
+            judged = Judge(run, held_out, "abc")
+            return judged(model, True), judged.report
+
+    first = evaluate(model)
+    assert "of 20 examples" in first[1]
+    assert evaluate(model) == first
+    assert len(made) == 1
+    (tmp_path / "run" / "confusion.png").unlink()
+    assert evaluate(model) == first
+    assert (tmp_path / "run" / "confusion.png").exists()
+    assert evaluate(jax.tree.map(lambda x: 2 * x if eqx.is_array(x) else x, model)) != first
+    assert len(made) == 3
 
 
 def test_confusion_matrix_rows_are_true_classes():

@@ -1,7 +1,10 @@
 """The command line of a recipe: from flags to a configuration, and errors as messages."""
 
 import contextlib
+import io
+import itertools
 import os
+import re
 import select
 import signal
 import sys
@@ -76,17 +79,31 @@ def _paths(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
 
 
 def parse(function: Any, prog: str, arguments: Sequence[str] | None = None) -> Any:
-    """`tyro.cli`, whose errors also translate flags of other programs to ours."""
+    """`tyro.cli`, whose errors also translate flags of other programs to the command's own."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         return tyro.cli(function, prog=prog, args=arguments, registry=_REGISTRY)
     except SystemExit as error:
-        for argument in arguments if error.code else ():
+        flags = _flags(function, arguments) if error.code else set()
+        for argument in arguments:
             given = argument.partition("=")[0].replace("_", "-")
             ours = _ELSEWHERE.get(given.rpartition(".")[2].removeprefix("--"))
-            if given.startswith("--") and ours is not None:
+            if given.startswith("--") and f"--{ours}" in flags:
                 print(f"{given}: did you mean --{ours}?", file=sys.stderr)
         raise
+
+
+def _flags(function: Any, arguments: Sequence[str]) -> set[str]:
+    """The flags of a command, or of the one of several that the arguments name: by its help."""
+    shown, is_word = io.StringIO(), lambda argument: not argument.startswith("-")
+    with (
+        contextlib.redirect_stdout(shown),
+        contextlib.redirect_stderr(io.StringIO()),
+        contextlib.suppress(SystemExit),
+    ):
+        names = itertools.takewhile(is_word, arguments)
+        tyro.cli(function, args=[*names, "--help"], registry=_REGISTRY)
+    return {*re.findall(r"^\W*(--[\w.-]+)", shown.getvalue(), re.MULTILINE)}
 
 
 def cli(config_class: type[T] | UnionType, main: Callable[[T], object], module: str) -> None:

@@ -61,15 +61,14 @@ def _commit() -> str:
 
 
 def _packages() -> Iterator[str]:
-    """The installed ones of the packages that the zoo names, and of JAX's plugins."""
+    """The packages that the zoo and its extras name, and JAX's plugins."""
     named: set[str] = set()
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         lines = importlib.metadata.requires("zoo") or []
         named = {_plain(re.split(r"[^\w.-]", line)[0]) for line in lines}
     installed = {_plain(x.name): x.version for x in importlib.metadata.distributions()}
-    for name, its_version in sorted(installed.items()):
-        if name in named or re.match("jax|libtpu", name):
-            yield f"{name} {its_version}"
+    for name in sorted(named | {x for x in installed if re.match("jax|libtpu", x)}):
+        yield f"{name} {installed.get(name, 'is missing')}"
 
 
 def _plain(name: str) -> str:

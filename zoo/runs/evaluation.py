@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -53,17 +53,28 @@ class Evaluator:
         """The mean loss and the loss function's other means, by their names there."""
         if not whole:
             return self._means(model, whole)
+        return self.once(model, lambda: self._means(model, whole))
+
+    def once(
+        self, model: PyTree, make: Callable[[], dict[str, Any]], pictures: Collection[str] = ()
+    ) -> dict[str, Any]:
+        """The result of `make()`, a whole evaluation: kept, as JSON, and not made again.
+
+        It is if a file of the run's folder in `pictures` is missing, which `make` has drawn.
+        """
         run, key = self._run, self._checksum(model)
         path, known = run.folder / RECORD, {}
         if run.is_main:
             with contextlib.suppress(OSError, ValueError):
                 known = json.loads(path.read_text())
+            if not all((run.folder / name).exists() for name in pictures):
+                known.pop(key, None)
         if found := from_first({key: known[key]} if key in known else {}):
             return found[key]
-        means = self._means(model, whole)
+        result = make()
         if run.is_main:
-            files.replace(path, json.dumps({**known, key: means}, indent=1) + "\n")
-        return means
+            files.replace(path, json.dumps({**known, key: result}, indent=1) + "\n")
+        return result
 
     def _means(self, model: PyTree, whole: bool) -> dict[str, float]:
         totals: dict[str, Any] = {}

@@ -273,11 +273,12 @@ def placement_table(tree: PyTree, mesh: Mesh | Layout) -> str:
     """A text table of the placement of each parameter: shape, dtype, axes, bytes per device.
 
     Where not all are annotated, it says who named the axes of each, which mesh axes leave it
-    whole, and how to name an array that is placed by default. Arguments and errors: as `shardings`.
+    whole, and how to name the largest array that is placed by default. Arguments and errors: as
+    `shardings`.
     """
     titles = ("parameter", "shape", "dtype", "logical axes", "mesh axes", "axes by")
     rows: list[tuple[str, ...]] = [(*titles, "bytes per device")]
-    advice: list[str] = []
+    defaults: list[tuple[int, str, int]] = []  # bytes, path and rank
     layout, total = layout_of(mesh), 0
     on: Mesh = layout.mesh
 
@@ -293,13 +294,8 @@ def placement_table(tree: PyTree, mesh: Mesh | Layout) -> str:
         whole = [] if named.is_asked_for else left_whole(named, leaf.shape, spec, on)
         by = ", ".join([named.by, *whole])
         rows.append((keystr(path), shape, str(leaf.dtype), names, placed, by, f"{size:,}"))
-        if named.by == DEFAULT and not advice:
-            own = " ".join(["_"] * (leaf.ndim - 2) + ["embed", "mlp"][: leaf.ndim])
-            advice.append(
-                "default: nothing names the axes; name them by "
-                f"axes={{{keystr(path)!r}: {own!r}}}, patterns of paths to logical axes; "
-                "strict=True refuses defaults."
-            )
+        if named.by == DEFAULT:
+            defaults.append((leaf.size * leaf.dtype.itemsize, keystr(path), leaf.ndim))
 
     with use(layout.without_mesh):
         check_model(tree, layout)
@@ -313,4 +309,11 @@ def placement_table(tree: PyTree, mesh: Mesh | Layout) -> str:
     for *cells, size in rows:
         padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
         lines.append("  ".join([*padded, size.rjust(last)]))
-    return "\n".join([*lines, *advice])
+    if defaults:
+        _, largest, ndim = max(defaults, key=lambda found: found[0])
+        own = " ".join(["_"] * (ndim - 2) + ["embed", "mlp"][:ndim])
+        lines.append(
+            f"default: nothing names the axes; name them by axes={{{largest!r}: {own!r}}}, "
+            "patterns of paths to logical axes; strict=True refuses defaults."
+        )
+    return "\n".join(lines)

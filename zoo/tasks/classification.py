@@ -30,6 +30,7 @@ from zoo.training.loss_values import LossFunction
 from zoo.wrappers.ensemble import Ensemble, member_loss, per_member
 
 NUM_BINS = 15
+CONFUSION, CALIBRATION = "confusion.png", "calibration.png"  # of the run folder
 
 
 class Predictions(NamedTuple):
@@ -103,7 +104,7 @@ def train(
     # The last evaluation, of the average if there is one, was of all that is held out.
     run.say(training.evaluate.report)
     run.say(
-        "the confusion matrix and the calibration are drawn in confusion.png and calibration.png "
+        f"the confusion matrix and the calibration are drawn in {CONFUSION} and {CALIBRATION} "
         f"in {run.address}"
     )
     more = {"steps": int(trained.state.step), "classes": list(training.classes)}
@@ -121,7 +122,7 @@ class Judge:
     """The metrics `judge` gives a model on a dataset's first epoch, or part of it.
 
     A whole evaluation, the last of which is of the average if there is one, is drawn in the run's
-    folder, as `confusion.png` and `calibration.png`.
+    folder, as `confusion.png` and `calibration.png`, and kept there, as an `Evaluator`'s.
     """
 
     report: str
@@ -133,14 +134,20 @@ class Judge:
 
     def __call__(self, model: PyTree, whole: bool) -> dict[str, float]:
         """Evaluate a model, on the whole epoch or its first batches."""
-        predictions = self._predict(model, whole)
-        result = judge(predictions)
-        if whole:
-            self.report = report(predictions, result)
-            if self._run.is_main:
-                plot_confusion(self._run.folder / "confusion.png", predictions, self._classes)
-                plot_calibration(self._run.folder / "calibration.png", predictions)
-        return result
+        if not whole:
+            return judge(self._predict(model, whole))
+        kept = self._evaluator.once(model, lambda: self._judged(model), (CONFUSION, CALIBRATION))
+        self.report = kept["report"]
+        return dict(kept["metrics"])
+
+    def _judged(self, model: PyTree) -> dict[str, Any]:
+        """The metrics and the report of a whole evaluation, which is drawn."""
+        predictions = self._predict(model, True)
+        metrics = judge(predictions)
+        if self._run.is_main:
+            plot_confusion(self._run.folder / CONFUSION, predictions, self._classes)
+            plot_calibration(self._run.folder / CALIBRATION, predictions)
+        return {"metrics": metrics, "report": report(predictions, metrics)}
 
     def _predict(self, model: PyTree, whole: bool) -> Predictions:
         found, labels = [], []
