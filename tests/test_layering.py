@@ -67,7 +67,7 @@ def test_every_module_has_a_room():
 # Lines of each room. What needs more raises its number here, in a commit that says why.
 CEILINGS = {
     "common": 1350,
-    "sharding": 1410,
+    "sharding": 1415,
     "nn": 2730,
     "transformer": 1280,
     "rnn": 910,

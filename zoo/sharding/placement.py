@@ -6,7 +6,7 @@ more than one part of an array at a time, beside what its own devices hold.
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -86,48 +86,54 @@ def like_parameters(tree: PyTree, parameters: PyTree, mesh: Mesh | Layout) -> An
 def with_whole_matrices(function: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
     """`function(tree)`, computed with whole matrices of few layers on each device.
 
-    The mesh axes that split the matrices of a stack split its longest axis there, if need be into
-    unequal parts, and the results go back. What is no stack, as a matrix by itself, is left to XLA.
-    `function` takes each matrix by itself.
+    The mesh axes that split the matrices of a stack split its longest axis that no other splits,
+    with zeros added up to a multiple, and the results go back. A parameter without such an axis, as
+    a matrix by itself, is left to XLA. `function` takes each matrix by itself.
     """
     if not is_sharding():
         return function(tree)
     routes = map_named(_route, tree)
-
-    def back(x: jax.Array, route: list[PartitionSpec]) -> jax.Array:
-        return _along(x, route[::-1])
-
-    return jax.tree.map(back, function(jax.tree.map(_along, tree, routes)), routes)
+    return jax.tree.map(_back, function(jax.tree.map(_there, tree, routes)), tree, routes)
 
 
-def _along(x: jax.Array, route: Iterable[PartitionSpec]) -> jax.Array:
-    for spec in route:
+# The axis of a stack to split, and the PartitionSpecs from the stored one to whole matrices.
+_Route = tuple[int, list[PartitionSpec]]
+
+
+def _route(path: tuple, named: Named, x: jax.Array) -> _Route:
+    """Each PartitionSpec moves one mesh axis, of which XLA makes an all-to-all; none: no stack."""
+    mesh = jax.sharding.get_abstract_mesh()
+    entries = [mesh_axes([e]) for e in parameter_spec(named, x.shape, mesh, field=keystr(path))]
+    stacks = [i for i, name in enumerate(named.names) if is_stack(name)]
+    free = [i for i in stacks if x.shape[i] > 1 and not entries[i]]
+    if not free:
+        return 0, []
+    longest = max(free, key=lambda i: x.shape[i])
+    specs = [PartitionSpec(*(axes or None for axes in entries))]
+    for i in range(x.ndim):
+        while entries[i] and i not in stacks:
+            *rest, moved = entries[i]
+            entries[i], entries[longest] = tuple(rest), (*entries[longest], moved)
+            specs.append(PartitionSpec(*(axes or None for axes in entries)))
+    return longest, specs
+
+
+def _there(x: jax.Array, route: _Route) -> jax.Array:
+    axis, specs = route
+    if specs:
+        # Of unequal parts XLA for TPU makes gathers and permutes of many times the bytes.
+        parts = num_shards([specs[-1][axis]], jax.sharding.get_abstract_mesh())
+        x = jnp.pad(x, [(0, -x.shape[axis] % parts if i == axis else 0) for i in range(x.ndim)])
+    for spec in specs:
         x = jax.lax.with_sharding_constraint(x, spec)
     return x
 
 
-def _route(path: tuple, named: Named, x: jax.Array) -> list[PartitionSpec]:
-    """The PartitionSpecs from the stored one to whole matrices; of no stack none.
-
-    Each moves one mesh axis, of which XLA makes an all-to-all.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    entries = [mesh_axes([e]) for e in parameter_spec(named, x.shape, mesh, field=keystr(path))]
-    lengths = {
-        axis: x.shape[axis] // num_shards([entries[axis]], mesh)
-        for axis, name in enumerate(named.names)
-        if is_stack(name)
-    }
-    longest = max(lengths, key=lengths.__getitem__, default=0)
-    if lengths.get(longest, 1) == 1:
-        return []
-    specs = [PartitionSpec(*(axes or None for axes in entries))]
-    for axis in range(x.ndim):
-        while entries[axis] and axis not in lengths:
-            *rest, moved = entries[axis]
-            entries[axis], entries[longest] = tuple(rest), (*entries[longest], moved)
-            specs.append(PartitionSpec(*(axes or None for axes in entries)))
-    return specs
+def _back(x: jax.Array, like: jax.Array, route: _Route) -> jax.Array:
+    axis, specs = route
+    for spec in reversed(specs):
+        x = jax.lax.with_sharding_constraint(x, spec)
+    return jax.lax.slice_in_dim(x, 0, like.shape[axis], axis=axis)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
