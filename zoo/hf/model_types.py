@@ -255,6 +255,7 @@ QWEN3_MOE = decoder(
     ignored=frozenset({"intermediate_size"}),  # of layers without experts, which it does not have
 )
 
+GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf"}
 _GPT2 = table(
     """
     embedding.weight             {prefix}wte.weight
@@ -295,12 +296,7 @@ GPT2 = Family(
         Same("n_positions", "max_seq_len", 1024),
         Same("layer_norm_epsilon", "residual.norm_eps", 1e-5),
         Same("tie_word_embeddings", "tie_embeddings", True),
-        Choice(
-            "activation_function",
-            "mlp",
-            {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf"},
-            "gelu_new",
-        ),
+        Choice("activation_function", "mlp", GELUS, "gelu_new"),
         Fixed("scale_attn_weights", True),
         Fixed("scale_attn_by_inverse_layer_idx", False),
         Fixed("add_cross_attention", False),
@@ -367,12 +363,7 @@ BERT = Family(
         Same("max_position_embeddings", "max_seq_len", 512),
         Same("type_vocab_size", "num_token_types", 2),
         Same("layer_norm_eps", "norm_eps", 1e-12),
-        Choice(
-            "hidden_act",
-            "mlp",
-            {"gelu": "gelu_erf", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"},
-            "gelu",
-        ),
+        Choice("hidden_act", "mlp", GELUS, "gelu"),
         Fixed("is_decoder", False),
         Fixed("add_cross_attention", False),
         Fixed("position_embedding_type", "absolute"),
