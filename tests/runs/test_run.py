@@ -129,6 +129,14 @@ def test_precision_is_known_inside_the_run(tmp_path):
         assert run.precision == native_precision()
 
 
+def test_flags_that_the_devices_lack_are_refused_at_the_start(tmp_path):
+    with (
+        pytest.raises(ValueError, match=r"xla='overlap'.*cpu"),
+        Run(config(tmp_path, xla="overlap")),
+    ):
+        pass
+
+
 def test_fields_that_may_differ_are_updated(tmp_path):
     folder = begin(config(tmp_path))
     changes = {"steps": 5, "mesh": "data=2", "eval_every": 7, "model": Model(remat="full")}
