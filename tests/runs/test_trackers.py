@@ -20,6 +20,7 @@ from test_loop import config, training
 
 import zoo
 from zoo import callbacks
+from zoo.runs.callbacks.callback import Loop
 from zoo.runs.callbacks.trackers import TRACKERS, Tracker
 from zoo.runs.config import TRACKER_NAMES
 from zoo.runs.metrics import read_metrics
@@ -126,6 +127,15 @@ class Memory(Tracker):
 
     def close(self, status):
         self.told.append(status)
+
+
+def test_trackers_are_given_no_line_without_numbers():
+    tracker, loop = Memory(), Loop.__new__(Loop)
+    tracker.write = lambda *given: tracker.told.append(given)
+    tracker._is_open = True
+    tracker.on_log(loop, 1, {"note": "none"})
+    tracker.on_log(loop, 2, {"loss": 1.0, "note": "none"})
+    assert tracker.told == [(2, {"loss": 1.0})]
 
 
 def test_names_of_the_flag_are_the_trackers():

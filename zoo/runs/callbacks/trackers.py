@@ -73,8 +73,9 @@ class Tracker(Callback):
 
     def on_log(self, loop: Loop, step: int, values: Mapping[str, Any]) -> None:
         """Give the tracker the numbers."""
-        if self._is_open:
-            self.write(step, {k: x for k, x in values.items() if isinstance(x, float | int)})
+        numbers = {k: x for k, x in values.items() if isinstance(x, float | int)}
+        if self._is_open and numbers:
+            self.write(step, numbers)
 
     def on_end(self, loop: Loop, step: int, state: TrainState | None) -> None:
         """End the tracker's run as this one ended."""
