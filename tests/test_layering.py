@@ -68,7 +68,7 @@ def test_every_module_has_a_room():
 CEILINGS = {
     "common": 1350,
     "sharding": 1415,
-    "nn": 2730,
+    "nn": 2765,
     "transformer": 1280,
     "rnn": 910,
     "mlp": 220,
@@ -76,7 +76,7 @@ CEILINGS = {
     "wrappers": 610,
     "quantization": 680,
     "data": 6560,
-    "training": 2560,
+    "training": 2730,
     "decoding": 1260,
     "publishing": 1810,
     "hf": 3040,

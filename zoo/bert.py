@@ -157,9 +157,9 @@ class BERT(CastsAtUse):
         if mask is not None:
             segment_ids = mask.astype(jnp.int32) * (1 if segment_ids is None else segment_ids)
         token_types = jnp.zeros_like(tokens) if token_types is None else token_types
-        x_BTE = unshard(self.embedding)(constrain(tokens, "batch", "inner_seq"))
-        x_BTE = x_BTE + unshard(self.type_embedding)(token_types)
-        x_BTE = x_BTE + unshard(self.position_embedding)(positions)
+        x_BTE = self.embedding(constrain(tokens, "batch", "inner_seq"))
+        x_BTE = x_BTE + self.type_embedding(token_types)
+        x_BTE = x_BTE + self.position_embedding(positions)
         x_BTE = constrain(unshard(self.embedding_norm)(x_BTE), "batch", "seq", "embed")
         x_BTE, _ = through_blocks(
             config.parts, self.blocks, x_BTE, segment_ids, {"global": None}, key

@@ -13,7 +13,6 @@ from jaxtyping import Array
 import zoo
 from zoo import sharding
 from zoo.nn import layers
-from zoo.nn.parameters import unshard
 from zoo.planning import collectives, hlo
 
 KEY = jax.random.key(0)
@@ -135,14 +134,14 @@ def test_dropout_keeps_dtype_and_zeroes_nan():
     assert 0 < np.isnan(y.astype(jnp.float32)).sum() < 64
 
 
-def test_no_device_adds_up_the_gradient_of_a_whole_table():
+def test_no_device_has_a_whole_table_or_its_gradient():
     """Each has all tokens' vectors in its own columns; the rows of its own tokens were a table."""
     mesh = zoo.make_mesh("fsdp=8")
     ids = jnp.zeros((8, 16), jnp.int32)
     embedding = layers.Embedding(4096, 64, key=KEY)
 
     def loss(embedding: layers.Embedding) -> Array:
-        rows = sharding.constrain(unshard(embedding)(ids), "batch", "seq", None)
+        rows = sharding.constrain(embedding(ids), "batch", "seq", None)
         return jnp.square(rows).sum()
 
     placed = sharding.shardings(embedding, mesh)
@@ -151,7 +150,32 @@ def test_no_device_adds_up_the_gradient_of_a_whole_table():
         text = step.lower(embedding).compile().as_text()
     found = collectives.bytes_by_kind(collectives.collectives(hlo.read(text)))
     assert found["all-to-all"] > 0
-    assert found.get("all-reduce", 0) + found.get("reduce-scatter", 0) < embedding.weight.nbytes / 8
+    others = ("all-gather", "all-reduce", "reduce-scatter")
+    assert sum(found.get(kind, 0) for kind in others) < embedding.weight.nbytes / 8
+    assert "[4096,8]" in text
+    assert "[4096,64]" not in text
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=8", "fsdp=4,tensor=2", "data=2,fsdp=2,context=2"])
+def test_look_ups_on_a_mesh_match_one_device(mesh: str):
+    """Ids that it cuts evenly, and one row, three, or steps that it does not; all are clamped."""
+    embedding = layers.Embedding(48, 64, key=KEY)
+    ids = {shape: jax.random.randint(KEY, shape, 0, 60) for shape in [(8, 16), (1, 16), (3, 5)]}
+
+    def loss(embedding: layers.Embedding) -> tuple[Array, list[Array]]:
+        found = [embedding(each) for each in ids.values()]
+        return sum((jnp.sin(x).sum() for x in found), jnp.float32(0)), found
+
+    step = jax.grad(loss, has_aux=True)
+    with sharding.use(zoo.make_mesh(mesh)):
+        placed = jax.device_put(embedding, sharding.shardings(embedding, zoo.make_mesh(mesh)))
+        gradient, found = jax.jit(step)(placed)
+    for each, got in zip(ids.values(), found, strict=True):
+        np.testing.assert_array_equal(got, np.asarray(embedding.weight)[np.minimum(each, 47)])
+    expected = np.zeros((48, 64))
+    for each, got in zip(ids.values(), found, strict=True):
+        np.add.at(expected, np.minimum(each, 47), np.cos(got))
+    np.testing.assert_allclose(gradient.weight, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_gradients_of_a_table_are_added_up_over_a_mesh_in_its_dtype():

@@ -4,15 +4,18 @@ import math
 import re
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import drawn_rnn, token_batch
-from jaxtyping import Array
+from helpers import assert_trees_close, drawn_rnn, token_batch
+from jaxtyping import Array, Float
 
-from zoo import losses
-from zoo.nn.layers import Readout
+import zoo
+from zoo import losses, sharding
+from zoo.nn.layers import Embedding, Readout
+from zoo.nn.parameters import unshard
 
 LOGITS = 5 * jax.random.normal(jax.random.key(0), (3, 4, 7))
 TARGETS = jax.random.randint(jax.random.key(1), (3, 4), 0, 7)
@@ -241,3 +244,53 @@ def test_classification_uses_weights_and_mask():
     masked = batch | {"mask": jnp.asarray([[True, True], [False, True], [True, False]])}
     _, _, metrics = losses.classification(model, masked, None)
     assert float(metrics["accuracy"]) == 1.75
+
+
+# Tiles of the vocabulary
+
+
+class Tied(eqx.Module):
+    """A model of one product: the table of its inputs is its output head."""
+
+    embedding: Embedding
+    bias: Float[Array, "vocab"]
+
+    def hidden(self, tokens: Array, **options: Any) -> Array:
+        return jnp.tanh(3 * self.embedding(tokens))
+
+    def readout(self) -> Readout:
+        weight = unshard(self.embedding).weight.T
+        return Readout(weight, unshard(self).bias, soft_cap=4.0)
+
+
+@pytest.mark.parametrize("spec", ["fsdp=8", "fsdp=4,tensor=2", "data=2,fsdp=2,context=2"])
+def test_tiles_of_a_stored_head_match_one_device(spec: str, monkeypatch: pytest.MonkeyPatch):
+    keys = jax.random.split(jax.random.key(5), 5)
+    model = Tied(Embedding(96, 32, key=keys[0]), jax.random.normal(keys[1], (96,)))
+    model = eqx.tree_at(lambda x: x.embedding.weight, model, replace_fn=lambda x: 30 * x)
+    tokens, targets = jax.random.randint(keys[2], (2, 8, 16), 0, 96)
+    weights = jnp.maximum(jax.random.uniform(keys[3], (8, 16)) - 1 / 3, 0.0)
+    sources = jax.nn.one_hot(jax.random.randint(keys[4], (8,), 0, 3), 3)
+    batch = {"tokens": tokens, "targets": targets.at[0, 0].set(96), "weights": weights}
+    batch = {**batch, "weights": weights.at[0, 0].set(0.0), "source": sources}
+
+    def loss(model: Tied) -> tuple[Array, dict[str, Any]]:
+        total, _, metrics = losses.next_token(model, batch, None)
+        return total, metrics
+
+    step = jax.value_and_grad(loss, has_aux=True)
+    expected = jax.jit(step)(model)
+    # A device's logits are [1, 16, 96] at most, of which a sixth is in memory.
+    monkeypatch.setattr(losses, "LOGITS_BYTES", 4 * 16 * 96 // 6)
+    mesh = zoo.make_mesh(spec)
+    with sharding.use(mesh):
+        placed = sharding.shardings(model, mesh)
+        compiled = (
+            jax.jit(step, out_shardings=(None, placed))
+            .lower(jax.device_put(model, placed))
+            .compile()
+        )
+        found = compiled(jax.device_put(model, placed))
+    assert_trees_close(found, expected, rtol=1e-5)
+    parts = mesh.shape["tensor"]
+    assert not re.search(rf"f32\[(32,{96 // parts}|{96 // parts},32)\]", compiled.as_text())

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Key
 
+from zoo.nn.parameters import cast_for_use, reshard, unshard
 from zoo.nn.products import Operand, Static, custom_vjp, matmul
 from zoo.sharding import constrain, is_sharding, partition_spec, spec_in_use
 from zoo.sharding.rules import mesh_axes
@@ -95,8 +96,16 @@ class Embedding(eqx.Module):
         self.axes = (("rows", axis),)
 
     def __call__(self, ids: Int[Array, "..."]) -> Float[Array, "... embed"]:
-        """Look up [...] ids as [..., embed]; an id beyond the last row takes that row."""
-        return look_up(self.weight, ids, (dict(self.axes)["rows"], "embed"))
+        """Look up [...] ids as [..., embed]; an id beyond the last row takes that row.
+
+        The table is cast here, and not gathered where devices exchange vectors instead.
+        """
+        axes, table = (dict(self.axes)["rows"], "embed"), cast_for_use(self).weight
+        if is_sharding() and not isinstance(table, Operand):
+            parts = _parts(axes)
+            if parts.are_exchanged((*ids.shape, table.shape[1])):
+                return _look_up(reshard(table, parts.table, parts.stored), ids, parts)
+        return look_up(unshard(self).weight, ids, axes)
 
 
 def look_up(
@@ -120,9 +129,20 @@ class _Parts(NamedTuple):
     """
 
     tokens: PartitionSpec
+    stored: PartitionSpec
     table: PartitionSpec
     sizes: tuple[int, int, int]
     """Into how many parts: batch, seq, embed."""
+    vectors: PartitionSpec
+    """Of [batch, seq, embed] where they are used."""
+
+    def divide(self, shape: tuple[int, ...]) -> bool:
+        """Whether they cut vectors of [batch, seq, embed] evenly."""
+        return len(shape) == 3 and not any(np.array(shape) % self.sizes)
+
+    def are_exchanged(self, shape: tuple[int, ...]) -> bool:
+        """Whether each device looks up its columns of the table for the tokens of others too."""
+        return self.sizes[2] > 1 and self.divide(shape)
 
 
 def _parts(axes: tuple[str | None, str | None]) -> _Parts:
@@ -132,14 +152,23 @@ def _parts(axes: tuple[str | None, str | None]) -> _Parts:
     taken = frozenset(mesh_axes(table))
     tokens = partition_spec(("batch", "inner_seq"), mesh, without=taken)
     batch, seq, embed = (num_shards([entry], mesh) for entry in (*tokens, table[1]))
-    return _Parts(tokens, table, (batch, seq, embed))
+    vectors = partition_spec(("batch", "inner_seq", None), mesh)
+    return _Parts(tokens, stored, table, (batch, seq, embed), vectors)
 
 
 # The gradient is written out to add up the rows of a frequent id in fp32, without converting the
 # table in the forward pass.
 @functools.partial(custom_vjp, nondiff_argnums=(2,))
 def _look_up(weight: Array, ids: Array, parts: _Parts | None) -> Array:
-    return weight.at[ids].get(mode="clip")
+    shape = (*ids.shape, weight.shape[1])
+    if parts is None or not parts.are_exchanged(shape):
+        return weight.at[ids].get(mode="clip")
+    # As in the gradient, devices exchange the tokens' vectors, and none has the whole table.
+    rows = weight.at[_cut(ids, parts)].get(mode="clip")
+    spec = PartitionSpec(*parts.tokens, None, None, parts.table[1])
+    rows = jax.lax.with_sharding_constraint(rows, spec)
+    rows = rows.swapaxes(1, 2).reshape(shape)
+    return jax.lax.with_sharding_constraint(rows, parts.vectors)
 
 
 def _look_up_forward(
@@ -159,7 +188,7 @@ def _look_up_backward(
         rows = jnp.zeros(weight.shape, jnp.float32)
         return rows.at[ids].add(g.astype(jnp.float32), mode="clip").astype(weight.dtype)
 
-    if parts is None or ids.ndim != 2 or any(np.array(g.shape) % parts.sizes):
+    if parts is None or not parts.divide(g.shape):
         return add_up(ids, g), None
     # Devices exchange the tokens' vectors, and each adds up all tokens in its columns of the table:
     # no device has a gradient of the whole table, as in adding up the rows of its own tokens. Over

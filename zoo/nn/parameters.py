@@ -143,6 +143,19 @@ def casts_at_use(model: Any) -> bool:
     return isinstance(model, CastsAtUse) and model.casts_at_use
 
 
+_only_casts: ContextVar[bool] = ContextVar("zoo_only_casts", default=False)
+
+
+@contextlib.contextmanager
+def left_stored() -> Iterator[None]:
+    """Within, `unshard` only casts: parameters stay in the parts that they are stored in."""
+    token = _only_casts.set(True)
+    try:
+        yield
+    finally:
+        _only_casts.reset(token)
+
+
 def unshard(tree: Tree) -> Tree:
     """Cast parameters to the compute dtype, and gather them over the axes that only store them.
 
@@ -152,7 +165,7 @@ def unshard(tree: Tree) -> Tree:
     are left to `unshard_foreign`.
     """
     tree = cast_for_use(tree)
-    if not is_sharding():
+    if not is_sharding() or _only_casts.get():
         return tree
     mesh = jax.sharding.get_abstract_mesh()
 
@@ -160,7 +173,7 @@ def unshard(tree: Tree) -> Tree:
         if named.by != ANNOTATION:
             return leaf
         stored = partition_spec(named.names, mesh, field=keystr(path))
-        return _reshard(leaf, spec_in_use(named.names, mesh), stored)
+        return reshard(leaf, spec_in_use(named.names, mesh), stored)
 
     return map_named(gather_leaf, tree)
 
@@ -182,7 +195,7 @@ def unshard_foreign(model: Tree) -> Tree:
             return leaf
         stored = parameter_spec(named, leaf.shape, mesh, field=keystr(path))
         used = cast_for_use(leaf) if at_use else leaf
-        return _reshard(used, in_use(stored, mesh), stored)
+        return reshard(used, in_use(stored, mesh), stored)
 
     return map_named(gather_leaf, model)
 
@@ -193,8 +206,8 @@ def _is_foreign(x: Any) -> bool:
 
 # A constraint's own gradient is constrained alike: whole, by an all-reduce of twice the bytes.
 @functools.partial(custom_vjp, nondiff_argnums=(1, 2))
-def _reshard(x: Array, used: PartitionSpec, stored: PartitionSpec) -> Array:
-    """The identity: sharded as `used`, and its gradient as `stored`."""
+def reshard(x: Array, used: PartitionSpec, stored: PartitionSpec) -> Array:
+    """The identity: a parameter sharded as `used`, and its gradient as `stored`."""
     # First as stored, or XLA may gather before the cast to the compute dtype, which is before this.
     for spec in (stored, *between(stored, used), used):
         x = jax.lax.with_sharding_constraint(x, spec)
@@ -202,7 +215,7 @@ def _reshard(x: Array, used: PartitionSpec, stored: PartitionSpec) -> Array:
 
 
 def _reshard_forward(x: Array, used: PartitionSpec, stored: PartitionSpec) -> tuple[Array, None]:
-    return _reshard(x, used, stored), None
+    return reshard(x, used, stored), None
 
 
 def _reshard_backward(
@@ -213,4 +226,4 @@ def _reshard_backward(
     return (g,)
 
 
-_reshard.defvjp(_reshard_forward, _reshard_backward)
+reshard.defvjp(_reshard_forward, _reshard_backward)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.common.configuration import require
 from zoo.nn.layers import Embedding, Linear, Norm, Readout, dropout, make_norm, normal
-from zoo.nn.parameters import CastsInputs, unshard
+from zoo.nn.parameters import CastsInputs, cast_for_use, unshard
 from zoo.nn.products import transposed
 from zoo.nn.protocols import SequenceOptions
 from zoo.rnn import cells
@@ -209,6 +209,8 @@ class RNN(CastsInputs):
             )
         marks, segments = make_marks(segment_ids, mask, state.segment_ids)
         model = unshard(self)
+        if self.embedding is not None:  # which gathers nothing by itself
+            model = eqx.tree_at(lambda x: x.embedding, model, cast_for_use(self.embedding))
         chunks = config.chunks(inputs.shape[1])
         if config.bidirectional:
             # A direction needs all of the output of the layer below: each has chunks of its own.

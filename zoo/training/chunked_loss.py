@@ -38,18 +38,18 @@ def chunked(
 
     There are `count` chunks. The arrays of `targets`, [batch, seq, …], have no gradient.
     """
-    targets = jax.tree.map(lambda x: _cut(x, count), targets)
-    total, sums = _total(loss, readout, _cut(x_BTE, count), targets, _cut(weights_BT, count))
+    targets = jax.tree.map(lambda x: cut(x, count), targets)
+    total, sums = _total(loss, readout, cut(x_BTE, count), targets, cut(weights_BT, count))
     return total, jax.lax.stop_gradient(sums)
 
 
 # A chunk has as much of each part as of any other, which its device cuts for itself.
-_PARTS = ("batch", "inner_seq")
+PARTS = ("batch", "inner_seq")
 
 
-def _cut(x: Array, count: int) -> Array:
+def cut(x: Array, count: int) -> Array:
     """[chunks, parts, rows, time, …] of [batch, seq, …]."""
-    of_batch, of_time = map(sharding.num_parts, _PARTS)
+    of_batch, of_time = map(sharding.num_parts, PARTS)
     rows, time = x.shape[0] // of_batch, x.shape[1] // (of_time * count)
     x = x.reshape(of_batch, rows, of_time, count, time, *x.shape[2:])
     x = jnp.moveaxis(x, (3, 2), (0, 2))
@@ -64,17 +64,18 @@ def chunked_values(
     targets_BT: Int[Array, "batch seq"],
 ) -> PyTree[Array]:
     """`function(readout(x), targets)`, [batch, seq], over `count` equal chunks of time."""
-    one = _each_part(lambda readout, x, targets: function(readout(x), targets))
-    chunks = _cut(x_BTE, count), _cut(targets_BT, count)
+    one = each_part(lambda readout, x, targets: function(readout(x), targets))
+    chunks = cut(x_BTE, count), cut(targets_BT, count)
     values = jax.lax.map(lambda chunk: one(readout, *chunk), chunks)
-    of_batch, of_time = map(sharding.num_parts, _PARTS)
-
-    def joined(x_CPRT: Array) -> Array:
-        _, _, rows, time = x_CPRT.shape
-        x = jnp.moveaxis(x_CPRT.reshape(count, of_batch, of_time, rows, time), (0, 2), (3, 2))
-        return x.reshape(of_batch * rows, of_time * count * time)
-
     return jax.tree.map(joined, values)
+
+
+def joined(x_CPRT: Array) -> Array:
+    """[batch, seq] of [chunks, parts, rows, time], as `cut` made them."""
+    of_batch, of_time = map(sharding.num_parts, PARTS)
+    count, _, rows, time = x_CPRT.shape
+    x = jnp.moveaxis(x_CPRT.reshape(count, of_batch, of_time, rows, time), (0, 2), (3, 2))
+    return x.reshape(of_batch * rows, of_time * count * time)
 
 
 @partial(custom_vjp, nondiff_argnums=(0,))
@@ -82,7 +83,7 @@ def _total(
     loss: Loss, readout: PyTree, x_CPRTE: Array, targets: PyTree, weights: Array
 ) -> tuple[Array, PyTree]:
     def add(total: Array, chunk: tuple) -> tuple[Array, PyTree]:
-        totals, sums = _each_part(loss)(readout, *chunk)
+        totals, sums = each_part(loss)(readout, *chunk)
         return total + totals.sum(), sums
 
     total, sums = jax.lax.scan(add, jnp.float32(0), (x_CPRTE, targets, weights))
@@ -94,11 +95,11 @@ def _added(sums: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x.sum((0, 1)), sums)
 
 
-def _each_part(function: Callable) -> Callable:
+def each_part(function: Callable) -> Callable:
     """The function, for each part of a batch where that part is."""
 
     def mapped(readout: PyTree, *chunk: PyTree) -> Any:
-        with sharding.mapped(*_PARTS) as axes:
+        with sharding.mapped(*PARTS) as axes:
             in_axes = (None, *(0 for _ in chunk))
             over = jax.vmap(function, in_axes=in_axes, spmd_axis_name=axes)
             return over(readout, *chunk)
@@ -127,14 +128,14 @@ def _gradients(
 
     def add(carry: tuple, chunk: tuple) -> tuple[tuple, tuple]:
         total, of_readout = carry
-        totals, sums, new, *rest = _each_part(one)((trained, frozen), *chunk)
+        totals, sums, new, *rest = each_part(one)((trained, frozen), *chunk)
         # Each part's own, or every chunk would reduce a matrix over the network.
         of_readout = jax.tree.map(lambda old, new: old + new.astype(old.dtype), of_readout, new)
         return (total + totals.sum(), of_readout), (sums, *rest)
 
     def zeros(path: tuple, names: tuple, x: Array) -> Array:
         empty = jnp.zeros((x_CPRTE.shape[1], *x.shape), jnp.float32)
-        return sharding.constrain(empty, _PARTS, *names)
+        return sharding.constrain(empty, PARTS, *names)
 
     start = (jnp.float32(0), map_parameters(zeros, trained))
     (total, of_readout), (sums, *rest) = jax.lax.scan(add, start, (x_CPRTE, targets, weights))
@@ -161,14 +162,20 @@ def _backward(loss: Loss, residuals: tuple, gs: tuple[Array, PyTree]) -> tuple:
     def scaled(x: Array) -> Array:
         return (x.astype(jnp.float32) * g).astype(x.dtype)
 
+    of_readout = added_over_parts(of_readout, scaled)
+    return of_readout, scaled(of_x), None, scaled(of_weights)
+
+
+def added_over_parts(of_readout: PyTree, scaled: Callable = lambda x: x) -> PyTree:
+    """The gradient of a readout, given each part's, [parts, …]."""
+
     def reduced(path: tuple, names: tuple, d: Array) -> Array:
         # Every device gets from each part what it keeps, and adds that up; XLA would reduce the
         # whole to every device, and cut it then, for twice the bytes.
-        parts_last = sharding.constrain(jnp.moveaxis(d, 0, -1), *names[1:], _PARTS)
+        parts_last = sharding.constrain(jnp.moveaxis(d, 0, -1), *names[1:], PARTS)
         return scaled(parts_last.sum(-1, dtype=jnp.float32)).astype(d.dtype)
 
-    of_readout = map_parameters(reduced, of_readout)
-    return of_readout, scaled(of_x), None, scaled(of_weights)
+    return map_parameters(reduced, of_readout)
 
 
 _total.defvjp(_forward, _backward, by_need=True)

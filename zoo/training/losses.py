@@ -13,9 +13,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree
 
 from zoo import sharding
+from zoo.nn.parameters import left_stored
 from zoo.nn.products import custom_vjp
 from zoo.nn.protocols import HasBalance, HasReadout
 from zoo.training.chunked_loss import chunked, chunked_values
+from zoo.training.tiled_loss import num_tiles, tiled_losses
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -109,7 +111,11 @@ def weighted_losses(
     weights: Float[Array, "*batch"],
 ) -> Float[Array, "*batch"]:
     """Each position's loss in nats times its weight, whose sum is that of `cross_entropy`."""
-    return jnp.where(weights != 0, token_losses(logits, targets), 0.0) * weights
+    return _weighted(token_losses(logits, targets), weights)
+
+
+def _weighted(losses: Array, weights: Array) -> Array:
+    return jnp.where(weights != 0, losses, 0.0) * weights
 
 
 def readout_cross_entropy(
@@ -125,22 +131,21 @@ def readout_cross_entropy(
     at no additional product; in fp16 in the backward pass, at one more. `readout` is a
     `zoo.nn.layers.Readout`, or a module like it.
     """
-    total, _ = _over_time(readout, x_BTE, _of_tokens, targets_BT, weights_BT)
+    total, _ = _over_time(readout, x_BTE, (targets_BT, None), weights_BT)
     return total, weights_BT.sum()
 
 
 def _over_time(
     readout: Callable[[Array], Array],
     x_BTE: Array,
-    loss: Callable[..., tuple[Array, Any]],
-    targets: PyTree,
+    targets: tuple[Array, Array | None],
     weights_BT: Array,
-) -> tuple[Array, Any]:
-    """`loss(readout, x, targets, weights)`, one stretch of time after another if need be."""
+) -> tuple[Array, Array | None]:
+    """`_of_tokens`, one stretch of time after another if need be."""
     count = num_chunks(jax.eval_shape(readout, x_BTE))
     if count == 1:
-        return loss(readout, x_BTE, targets, weights_BT)
-    return chunked(loss, count, readout, x_BTE, targets, weights_BT)
+        return _of_tokens(readout, x_BTE, targets, weights_BT)
+    return chunked(_of_tokens, count, readout, x_BTE, targets, weights_BT)
 
 
 def token_values(
@@ -161,17 +166,19 @@ def token_values(
 
 
 def _of_tokens(
-    readout: Callable[[Array], Array], x: Array, targets: Array, weights: Array
-) -> tuple[Array, None]:
-    return weighted_losses(readout(x), targets, weights).sum(), None
-
-
-def _of_tokens_and_sources(
-    readout: Callable[[Array], Array], x: Array, targets: tuple[Array, Array], weights: Array
-) -> tuple[Array, Array]:
+    readout: Callable[[Array], Array],
+    x: Array,
+    targets: tuple[Array, Array | None],
+    weights: Array,
+) -> tuple[Array, Array | None]:
     """The sum of all losses, and those of each source; `targets` are ids and shares [B, T, S]."""
-    losses = weighted_losses(readout(x), targets[0], weights)
-    of_sources = jax.lax.stop_gradient(losses)[..., None] * targets[1]
+    return _with_sources(weighted_losses(readout(x), targets[0], weights), targets[1])
+
+
+def _with_sources(losses: Array, shares: Array | None) -> tuple[Array, Array | None]:
+    if shares is None:
+        return losses.sum(), None
+    of_sources = jax.lax.stop_gradient(losses)[..., None] * shares
     return losses.sum(), of_sources.sum((0, 1))
 
 
@@ -200,25 +207,35 @@ def per_source(
 
 
 def _token_sums(
-    readout: Callable[[Array], Array], x_BTE: Array, batch: dict[str, Array]
+    model: PyTree, readout: Callable[[Array], Array], x_BTE: Array, batch: dict[str, Array]
 ) -> tuple[Array, Array, dict[str, Any]]:
     """The loss of all tokens and their weight, and those of each source if rows have one."""
-    weights_BT, shares_BS = batch["weights"], batch.get("source")
-    if shares_BS is None:
-        total, _ = _over_time(readout, x_BTE, _of_tokens, batch["targets"], weights_BT)
+    targets_BT, weights_BT = batch["targets"], batch["weights"]
+    shares_BS, shares_BTS = batch.get("source"), None
+    if shares_BS is not None:
+        shares_BTS = jnp.broadcast_to(shares_BS[:, None], (*weights_BT.shape, shares_BS.shape[-1]))
+    held = _bytes(jax.eval_shape(readout, x_BTE))
+    if (tiles := num_tiles(readout, -(-held // LOGITS_BYTES))) is None:
+        total, totals_S = _over_time(readout, x_BTE, (targets_BT, shares_BTS), weights_BT)
+    else:
+        with left_stored():  # the one that is gathered is not used then, and not made
+            stored = model.readout()
+        losses_BT = tiled_losses(tiles, stored, x_BTE, targets_BT)
+        total, totals_S = _with_sources(_weighted(losses_BT, weights_BT), shares_BTS)
+    if shares_BTS is None:
         return total, weights_BT.sum(), {}
-    shares_BTS = jnp.broadcast_to(shares_BS[:, None], (*weights_BT.shape, shares_BS.shape[-1]))
-    targets = batch["targets"], shares_BTS
-    total, totals_S = _over_time(readout, x_BTE, _of_tokens_and_sources, targets, weights_BT)
     weights_S = (weights_BT[..., None] * shares_BTS).sum((0, 1))
     return total, weights_BT.sum(), {"source": (totals_S, weights_S)}
 
 
+def _bytes(logits: jax.ShapeDtypeStruct) -> int:
+    """A device's of logits [batch, seq, vocab] in fp32."""
+    return 4 * logits.size // sharding.num_parts("batch", "inner_seq", "vocab")
+
+
 def num_chunks(logits: jax.ShapeDtypeStruct, copies: int = 1) -> int:
     """The chunks of time in which `copies` of logits [batch, seq, vocab] are in `LOGITS_BYTES`."""
-    batch, seq, vocab = logits.shape
-    held = 4 * copies * batch * seq * vocab // sharding.num_parts("batch", "inner_seq", "vocab")
-    time = seq // sharding.num_parts("inner_seq")
+    held, time = copies * _bytes(logits), logits.shape[1] // sharding.num_parts("inner_seq")
     return next(
         n for n in range(1, time + 1) if time % n == 0 and (held <= LOGITS_BYTES * n or n == time)
     )
@@ -235,7 +252,7 @@ def next_token(
     `readout` never has all its logits in memory where they are large; any other is called for them.
     """
     check_tokens(batch)
-    return _token_sums(*readout_and_input(model, batch, key), batch)
+    return _token_sums(model, *readout_and_input(model, batch, key), batch)
 
 
 def readout_and_input(
@@ -300,7 +317,7 @@ def balanced_next_token(
             raise ValueError(
                 "balanced_next_token: the model has no experts; set experts.num_experts"
             )
-        total, weight, metrics = _token_sums(model.readout(), x_BTE, batch)
+        total, weight, metrics = _token_sums(model, model.readout(), x_BTE, batch)
         balance = experts.load.sum()
         total, metrics = total + coefficient * balance, {**metrics, "balance": balance}
         if z_coefficient:

@@ -124,11 +124,11 @@ class Transformer(CastsAtUse):
         self, tokens: Int[Array, "batch seq"], positions: Int[Array, "#batch seq"]
     ) -> tuple[Float[Array, "batch seq embed"], dict[LayerKind, Rotary | None]]:
         """The input of the first layer, and each kind's tables of rotary positions."""
-        x_BTE = unshard(self.embedding)(constrain(tokens, "batch", "inner_seq"))
+        x_BTE = self.embedding(constrain(tokens, "batch", "inner_seq"))
         if self.config.residual.scale_embedding:
             x_BTE = x_BTE * jnp.asarray(self.config.d_model**0.5, x_BTE.dtype)
         if self.position_embedding is not None:
-            x_BTE = x_BTE + unshard(self.position_embedding)(positions)
+            x_BTE = x_BTE + self.position_embedding(positions)
         config, rotaries = self.config.positions, {}
         for kind in set(self.config.layer_kinds):
             theta, scaling = config.theta, config.scaling
