@@ -198,7 +198,7 @@ def profile(folder: Path, *, say: Callable[[str], None] = print) -> Iterator[Non
     """Trace the programs within into `folder`, and `say` where the trace lies and how to open it.
 
     Wait inside for the last step's result: work that is still under way at the end is cut off.
-    Python's own calls are left out: their tracer hooks every thread, those of data and checkpoints
+    Python's own calls are left out: their tracer hooks every thread, of data and checkpoints
     too, and slows the steps that it shows.
     """
     options = jax.profiler.ProfileOptions()

@@ -44,7 +44,7 @@ class Config:
     beta2: float = 0.95
     """Decay of the second moment."""
     moment_dtype: Literal["fp32", "bf16"] = "fp32"
-    """What the first moment is kept in; bf16 saves 2 bytes per parameter."""
+    """Dtype of the first moment between steps; bf16 saves 2 bytes per parameter."""
     parametrization: Literal["standard", "mup"] = "standard"
     """mup: initial scales and rates per matrix by the width, so that one rate fits all widths."""
     base_width: int | None = None
