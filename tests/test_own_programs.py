@@ -21,6 +21,7 @@ from zoo.runs.config import Config
 from zoo.runs.metrics import read_metrics
 from zoo.runs.processes import RunError
 from zoo.runs.remote import folder as remote_folder
+from zoo.training import flags
 
 ROWS = np.random.default_rng(0).normal(size=(24, 4)).astype(np.float32)
 
@@ -203,8 +204,16 @@ def show_remote(folder, monkeypatch):
     return {"work_dir": given["local"].is_relative_to(folder / "work")}
 
 
+def show_xla(folder, monkeypatch):
+    """The compiler gets the set's flags: it refuses one that it lacks."""
+    monkeypatch.setitem(flags.SETS, "cpu", {"overlap": {"no_such_flag": True}})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_flag"):
+        fit(config(folder, xla="overlap"))
+    return {"xla": True}
+
+
 SHOWN = (show_most, show_patience, show_nonfinite, show_plan, show_distributed, show_remote)
-SHOWN += (show_epochs, show_final_evaluation)
+SHOWN += (show_epochs, show_final_evaluation, show_xla)
 
 
 @pytest.mark.slow

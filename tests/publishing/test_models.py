@@ -662,8 +662,9 @@ def test_loading_unmaps_what_it_read(tmp_path, monkeypatch):
             if lines[i + j].startswith("Rss:")
         )
 
+    # Larger than the 2 MiB that the kernel may map at once.
     zoo.save(
-        tmp_path / "m", mlp.MLP(mlp.Config(256, 256, 512, num_layers=5), key=jax.random.key(0))
+        tmp_path / "m", mlp.MLP(mlp.Config(256, 256, 1024, num_layers=5), key=jax.random.key(0))
     )
     monkeypatch.setattr(tensors, "BLOCK_BYTES", 2**16)
     seen, blocks, block = [], [], tensors._File._block
