@@ -770,6 +770,7 @@ def frozen_state_and_step(pretrained: Any, mesh: Any = None, **options: Any) -> 
 def test_frozen_parameters_are_on_the_device_once_in_their_own_dtype():
     mesh = zoo.make_mesh("fsdp=2,tensor=4")
     skeleton = eqx.filter_eval_shape(low)
+    gc.collect()  # of what other tests have left
     others = live_bytes()
     owned = [jax.device_put(low(), sharding.shardings(skeleton, mesh))]
     given = {name: np.array(array) for name, array in parameters(owned[0]).items()}

@@ -15,7 +15,6 @@ from jaxtyping import Array, PyTree
 from zoo import sharding
 from zoo.data.loader import Accepted, check_values
 from zoo.sharding.axes import is_parameter
-from zoo.training.flags import Options
 from zoo.training.loss_checks import Checks
 
 Metrics = dict[str, Any]  # scalars; of an evaluation also pairs of them
@@ -49,7 +48,7 @@ class CompiledStep:
         checks: Checks,
         accumulate: int = 1,
         donate: bool = False,
-        options: Options | None = None,
+        options: dict[str, bool | int] | None = None,
     ):
         self._function = function
         self._layout = sharding.layout_of(mesh)
@@ -216,7 +215,7 @@ class Program:
         batch: PyTree,
         *,
         donate: bool,
-        options: Options | None = None,
+        options: dict[str, bool | int] | None = None,
     ):
         self._options = options or None  # JAX keeps a program compiled without any
         leaves, structure = jax.tree.flatten((state, batch))
