@@ -191,8 +191,9 @@ def test_a_row_ends_with_its_stop_token(model: Any):
     lists, list_logs = zoo.generate(model, np.asarray(PROMPT).tolist(), **options)
     assert lists == [whole[0, : 3 + end].tolist(), whole[1].tolist()]
     assert [len(row) for row in list_logs] == [end, 12]
-    alone, _ = zoo.generate(model, PROMPT[:1], **options)
+    alone, alone_logs = zoo.generate(model, PROMPT[:1], **options)
     np.testing.assert_array_equal(alone, got[:1])
+    np.testing.assert_allclose(alone_logs, logs[:1], atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["rotary", "gru"])
@@ -277,6 +278,19 @@ def test_sample_frequencies_match_probabilities(options: dict, expected: np.ndar
     assert chi_square < 25  # of five degrees of freedom, one in seven thousand exceeds that
 
 
+def test_options_that_change_nothing_cost_nothing():
+    nothing = Sampling(top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, logit_bias={})
+    found, plain = (jax.tree.structure(Sampler.of(x, 6, KEY)) for x in (nothing, Sampling()))
+    assert found == plain
+
+
+def test_a_penalty_lowers_every_logit_of_an_earlier_token():
+    sampler = Sampler.of(Sampling(temperature=0.0, repetition_penalty=2.0), 5, None)
+    seen = jnp.asarray([[True, True, True, True, False]])
+    found = sampler.adjusted(jnp.asarray([[-2.0, -0.5, 0.5, 2.0, 2.0]]), seen)
+    assert found.tolist() == [[-4.0, -1.0, 0.25, 1.0, 2.0]]
+
+
 def test_penalties_count_the_tokens_of_the_text():
     """Against a loop over the whole forward pass."""
     model, prompts = DECODERS["rotary"](), [[1, 2, 3], [5]]
@@ -317,6 +331,7 @@ def test_penalties_count_the_tokens_of_the_text():
         ({"repetition_penalty": 0.0}, "repetition_penalty=0.0: must be positive"),
         ({"logit_bias": {VOCAB: 1.0}}, "logit_bias has the id"),
         ({"logit_bias": {1: float("inf")}}, r"logit_bias\[1\]=inf: must be a finite"),
+        ({"temperature": float("nan")}, "temperature=nan: must be a finite"),
     ],
     ids=str,
 )

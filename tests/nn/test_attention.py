@@ -67,7 +67,7 @@ CASES: dict[str, dict[str, Any]] = {
     "window": {"length": 33, "window": 5, "segments": True, "xla": True},
     "window of one": {"length": 18, "window": 1},
     "wide window": {"length": 33, "window": 23},
-    "encoder's window": {"length": 33, "window": 9, "causal": False, "xla": True},
+    "encoder's window": {"length": 34, "window": 9, "causal": False, "xla": True},
     "soft cap": {"length": 20, "soft_cap": 1.5, "segments": True, "kv_heads": 1},
     "all": {"length": 33, "soft_cap": 2.0, "window": 20, "causal": False, "segments": True},
 }
@@ -243,15 +243,24 @@ def test_auto_uses_splash_where_supported(
             assert (attend() != 7).any()
 
 
-def test_splash_takes_what_a_device_has(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("mesh", "taken"),
+    [
+        ("fsdp=2,tensor=2", [(1, 128, 1, 8)]),
+        ("context=2", []),  # 64 positions are too few for it
+    ],
+)
+def test_splash_takes_what_a_device_has(
+    mesh: str, taken: list[Any], monkeypatch: pytest.MonkeyPatch
+):
     shapes: list[Any] = []
     monkeypatch.setattr(sys.modules[attention.__module__], "platform", lambda: "tpu")
     kernel = lambda q, *_, **options: shapes.append(q.shape) or q
     monkeypatch.setattr(sys.modules[attention.__module__], "splash", kernel)
     q, *_ = inputs(128, dtype=jnp.bfloat16)
-    with sharding.use(sharding.make_mesh("fsdp=2,tensor=2")):
+    with sharding.use(sharding.make_mesh(mesh)):
         jax.eval_shape(functools.partial(attention, causal=True), q, q, q)
-    assert shapes == [(1, 128, 1, 8)]
+    assert shapes == taken
 
 
 def test_chunks_are_equal_parts_of_a_row(monkeypatch: pytest.MonkeyPatch):

@@ -15,7 +15,7 @@ from helpers import covering, flash, value_and_gradients
 import zoo
 from zoo import bert, mlp, sharding
 from zoo.common import configuration
-from zoo.nn.attention import attention
+from zoo.nn.attention import attention, masks
 from zoo.nn.attention.context_parallel import Exchange, on_each_device
 from zoo.nn.attention.masks import Mask
 from zoo.nn.attention.splash import Blocks
@@ -61,9 +61,13 @@ def assert_equal(got: tuple, wanted: tuple, rtol: float = 2e-6) -> None:
         np.testing.assert_allclose(x, want, rtol=0, atol=rtol * largest)
 
 
-def check_attention(mesh: str, packed: bool, heads: tuple[int, int], **options: Any) -> None:
+def check_attention(
+    monkeypatch: Any, mesh: str, packed: bool, heads: tuple[int, int], **options: Any
+) -> None:
+    """With several chunks in each piece of a row, the last of them padded, against one chunk."""
     qkvg = inputs(64, heads)
     wanted = attend(options, packed, qkvg)
+    monkeypatch.setattr(masks, "CPU_CHUNK", 7)
     with sharding.use(sharding.make_mesh(mesh)):
         assert_equal(attend(options, packed, qkvg), wanted)
 
@@ -78,10 +82,10 @@ def check_attention(mesh: str, packed: bool, heads: tuple[int, int], **options: 
     ],
 )
 def test_attention_over_split_rows_is_that_of_whole_ones(
-    mesh: str, packed: bool, causal: bool, window: int | None, transfer: str
+    mesh: str, packed: bool, causal: bool, window: int | None, transfer: str, monkeypatch: Any
 ):
     options = {"causal": causal, "window": window, "implementation": transfer}
-    check_attention(mesh, packed, (4, 2), **options)
+    check_attention(monkeypatch, mesh, packed, (4, 2), **options)
 
 
 @pytest.mark.slow
@@ -120,9 +124,10 @@ def test_attention_over_split_rows(
     soft_cap: float | None,
     heads: tuple[int, int],
     transfer: str,
+    monkeypatch: Any,
 ):
     options = {"causal": causal, "window": window, "soft_cap": soft_cap}
-    check_attention(mesh, packed, heads, **options, implementation=transfer)
+    check_attention(monkeypatch, mesh, packed, heads, **options, implementation=transfer)
 
 
 @pytest.mark.slow

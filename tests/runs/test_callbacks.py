@@ -520,6 +520,9 @@ def test_early_stopping_counts_evaluations_without_improvement(tmp_path, capsys)
 def test_unfit_arguments_of_early_stopping_are_refused(options, message):
     with pytest.raises((ValueError, TypeError), match=re.escape(message)):
         callbacks.EarlyStopping(**options)
+    if "mode" in options:
+        with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+            callbacks.BestCheckpoint(**options)
 
 
 def test_unknown_metrics_are_named(tmp_path):
@@ -728,5 +731,6 @@ def test_samples_are_printed_and_kept(tmp_path, capsys):
     assert [line["step"] for line in whole] == [3, 6, 9, 12]
     assert len({line["text"] for line in whole}) == 4
     assert resumed == whole
+    callbacks.Samples(str, every=1)
     with pytest.raises(ValueError, match="every=0: must be at least 1"):
         callbacks.Samples(str, every=0)

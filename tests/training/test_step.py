@@ -595,7 +595,8 @@ def test_malformed_loss_results_are_refused(change: Any, error: Any, message: st
 
 def test_reserved_metric_names_are_refused():
     loss = lambda name: changed(lambda t, w, m: (t, w, {name: w, "mine": w}))
-    for name, step in (("loss", "train"), ("loss", "eval"), ("mfu", "train")):
+    names = [(name, "train") for name in ("loss", "mfu", "tokens_per_second")]
+    for name, step in [*names, ("loss", "eval")]:
         message = f"loss_fn my_loss has a metric '{name}', .* rename it"
         assert_refused(first_steps(loss(name))[step], ValueError, message)
     first_steps(loss("mfu"))["eval"]()

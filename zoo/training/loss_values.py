@@ -93,8 +93,9 @@ def only_scalars(loss_fn: LossFunction) -> LossFunction:
     @functools.wraps(loss_fn)
     def checked(model: Any, batch: Any, key: Any) -> tuple[Any, ...]:
         values = loss_fn(model, batch, key)
-        if isinstance(values, tuple | list) and len(values) > 2 and isinstance(values[2], Mapping):
-            check_scalars(_name(loss_fn), values[2])
+        match values:
+            case [_, _, Mapping() as metrics, *_]:
+                check_scalars(_name(loss_fn), metrics)
         return values
 
     return checked if callable(loss_fn) else loss_fn

@@ -101,7 +101,7 @@ def attention(
         mask=same,
         is_causal=causal,
         scale=scale,
-        local_window_size=None if window is None else (window - 1, 0 if causal else window - 1),
+        local_window_size=None if window is None else window - 1,  # both ways; causality is above
         implementation="cudnn" if implementation == "cudnn" else "xla",
     )
 
