@@ -30,10 +30,10 @@ SEQ = 4096
 # Passes of a layer's rows over the network. The maths needs four: tokens to the experts and results
 # back, then the results' gradients to the experts and the tokens' gradients back.
 NEEDED = 4
-# What the programs add by choice. all_to_all computes its rounds again in the backward pass, so
-# that no more than one is kept: tokens go out again, and results come back. all_reduce would need
-# none; of a layer by itself the compiler makes its two sums all-reduces, each of two passes.
-ADDED = {"all_reduce": 2, "all_to_all": 2}
+# What the programs add by choice. all_to_all adds none where all rows go at once, which the counts
+# take them to do. all_reduce would need none; of a layer by itself the compiler makes its two sums
+# all-reduces, each of two passes.
+ADDED = {"all_reduce": 2, "all_to_all": 0}
 
 # The width, the width of an expert, the experts, and a token's choices.
 LAYERS = {"Qwen3-30B-A3B": (2048, 768, 128, 8), "Mixtral 8x7B": (4096, 14_336, 8, 2)}
@@ -109,7 +109,7 @@ def dispatches(target: str, parts: tuple[int, ...], rows: int) -> Table:
         )
     found.notes.append(
         "One pass is 2 bytes · tokens · width · (t - 1) of all_reduce, and · choices · (t - 1) / t "
-        "of all_to_all, with t devices; break-even at t = choices. Four are needed, two a choice"
+        "of all_to_all, with t devices; break-even at t = choices. Four are needed"
     )
     return found
 

@@ -308,10 +308,10 @@ def _by_network(model: str, target: str, mesh: str, accumulate: int) -> Table:
             }
         )
     slices, parts = step.target.num_slices, step.target.num_devices // step.target.num_slices
-    part = 2 * step.parameters.count / parts / 2**20
+    part = 2 * step.num_parameters / parts / 2**20
     found.notes.append(
         f"Closed form of what crosses: {2 * (slices - 1) / slices:.3g} · 2 bytes of each of a "
-        f"chip's {step.parameters.count / parts / 1e6:,.0f} million parameters, "
+        f"chip's {step.num_parameters / parts / 1e6:,.0f} million parameters, "
         f"{2 * (slices - 1) / slices * part:,.0f} MiB, for each reduction. Within a slice, "
         "collectives of less than 1 MiB are left out."
     )

@@ -99,7 +99,8 @@ def test_a_step_sorts_each_tokens_experts_once(spec: str):
     with sharding.use(mesh := zoo.make_mesh(spec)):
         function = eqx.filter_jit(eqx.filter_grad(lambda model: loss(model, batch, None)[0]))
         program = function.lower(jax.device_put(model, sharding.shardings(model, mesh)))
-        assert program.compile().compiled.as_text().count(" sort(") == 2
+        branches = 1 + (spec != "")  # at once, and in rounds
+        assert program.compile().compiled.as_text().count(" sort(") == 2 * branches
 
 
 def value_and_gradient(spec: str, **rules: Any) -> Any:
@@ -144,14 +145,17 @@ def test_mesh_gradients_match_one_device(spec: str, rules: dict):
         assert np.abs(grad).max() > 1e-5, path
 
 
-def of_layer(spec: str, skewed: bool, rules: dict, **options: Any) -> Any:
-    """A layer's output, its balance, and the gradients of both for its input and parameters."""
+def of_layer(spec: str, skewed: int, rules: dict, **options: Any) -> Any:
+    """A layer's output, its balance, and the gradients of both for its input and parameters.
+
+    The tokens of the first `skewed` rows all go to the same experts.
+    """
     made, rng = layer(**options), np.random.default_rng(0)
     x_BTE, g_BTE = (jnp.asarray(rng.normal(size=(8, 6, 16)), jnp.float32) for _ in range(2))
     lengths = jnp.asarray([6, 1, 3, 6, 2, 6, 6, 5])[:, None]
     counted = (jnp.arange(6)[None] < lengths).astype(jnp.float32)
-    if skewed:  # all to the same experts
-        x_BTE = x_BTE.at[..., 0].set(4.0)
+    if skewed:
+        x_BTE = x_BTE.at[..., 0].set(jnp.where(jnp.arange(8) < skewed, 4.0, 0.0)[:, None])
         router = made.router.at[0].set(jnp.arange(EXPERTS, dtype=jnp.float32))
         made = eqx.tree_at(lambda made: made.router, made, router)
     mesh = zoo.make_mesh(spec)
@@ -187,16 +191,16 @@ EXPERT_MESHES = [
 @pytest.mark.parametrize(
     ("placed", "dispatch", "skewed"),
     [
-        *((("fsdp=2,expert=2,tensor=2", {}), dispatch, True) for dispatch in DISPATCHES),
+        *((("fsdp=2,expert=2,tensor=2", {}), dispatch, 8) for dispatch in DISPATCHES),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in covering(EXPERT_MESHES, DISPATCHES, [False, True])
+            for case in covering(EXPERT_MESHES, DISPATCHES, [0, 8])
         ),
     ],
     ids=str,
 )
 def test_an_expert_axis_gives_one_devices_gradients(
-    placed: tuple[str, dict], dispatch: Any, skewed: bool
+    placed: tuple[str, dict], dispatch: Any, skewed: int
 ):
     spec, rules = placed
     one = OF_LAYER_ON_ONE_DEVICE(skewed)
@@ -205,6 +209,37 @@ def test_an_expert_axis_gives_one_devices_gradients(
     assert_trees_close(many, one, rtol=2e-5)
     taken = [bool(each.any()) for each in one[1][0].w_down]
     assert taken == [not skewed] * (EXPERTS - CHOICES) + [True] * CHOICES
+
+
+@pytest.mark.parametrize(
+    ("spec", "skewed", "at_once"),
+    [
+        ("data=2,expert=4", 0, True),
+        ("data=2,expert=4", 4, False),  # one of the two exchanges has too many for a device
+        pytest.param("expert=8", 8, False, marks=pytest.mark.slow),
+        pytest.param("expert=4,tensor=2", 0, True, marks=pytest.mark.slow),
+        pytest.param("expert=4,tensor=2", 8, False, marks=pytest.mark.slow),
+    ],
+)
+def test_rows_go_in_rounds_only_where_a_device_gets_too_many(
+    spec: str, skewed: int, at_once: bool, monkeypatch: Any
+):
+    """On all devices alike: what the other branch gives is no number, and no device takes it."""
+    cond, calls = jax.lax.cond, []
+
+    def spoiled(fits: Any, all_at_once: Any, in_rounds: Any, routed: Any) -> Any:
+        def nothing(branch: Any) -> Any:
+            return lambda routed: branch(routed) * jnp.nan
+
+        calls.append(fits)
+        if at_once:
+            return cond(fits, all_at_once, nothing(in_rounds), routed)
+        return cond(fits, nothing(all_at_once), in_rounds, routed)
+
+    monkeypatch.setattr(jax.lax, "cond", spoiled)
+    many = of_layer(spec, skewed, {}, dispatch="all_to_all", buffer=2.0)
+    assert calls
+    assert_trees_close(many, OF_LAYER_ON_ONE_DEVICE(skewed), rtol=1e-5)
 
 
 def exchange_as_documented(
@@ -245,13 +280,13 @@ def test_the_documented_exchange_gives_its_documentations_example():
 @pytest.mark.parametrize(
     ("spec", "skewed"),
     [
-        ("fsdp=2,expert=2,tensor=2", False),
-        pytest.param("expert=8", True, marks=pytest.mark.slow),
-        pytest.param("fsdp=2,expert=4", False, marks=pytest.mark.slow),
+        ("fsdp=2,expert=2,tensor=2", 0),
+        pytest.param("expert=8", 8, marks=pytest.mark.slow),
+        pytest.param("fsdp=2,expert=4", 0, marks=pytest.mark.slow),
     ],
 )
 def test_rows_of_the_exchange_of_accelerators_match_one_device(
-    spec: str, skewed: bool, monkeypatch: Any
+    spec: str, skewed: int, monkeypatch: Any
 ):
     calls: list[Any] = []
 

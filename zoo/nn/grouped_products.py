@@ -3,11 +3,9 @@
 Legend of suffixes: R rows, in order of their groups, X groups, I and O inputs and outputs.
 """
 
-import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +14,8 @@ from jaxtyping import Array, Float, Int
 
 from zoo.nn.products import custom_vjp, device_kind, in_forward_mode, platform
 
-# The name around a call of the kernel, by which a plan knows it.
-SCOPE = "grouped_product"
-
 _ROWS = (128, 256, 512)  # of a tile: multiples of a TPU's matrix unit
+SHARED_ROWS = _ROWS[0]  # rows that a group takes longer for, as it shares a tile with the next
 _LANES = 128  # the other sizes of a tile are whole, or multiples of this
 
 Tile = tuple[int, int, int]
@@ -78,14 +74,7 @@ def _backward(
 _product.defvjp(_forward, _backward)
 
 
-@contextlib.contextmanager
-def _kernel() -> Iterator[None]:
-    """Around a call of JAX's kernels, which promote dtypes."""
-    with jax.named_scope(SCOPE), jax.numpy_dtype_promotion("standard"):
-        yield
-
-
-# The kernels have no rule for `vmap`: members of an ensemble take turns.
+# The kernels have no rule for `vmap`: members of an ensemble take turns. And they promote dtypes.
 def _gmm(
     x_RI: Array, w_XIO: Array, sizes_X: Array, interpret: bool, *, transposed: bool
 ) -> Float[Array, "rows out"]:
@@ -97,7 +86,7 @@ def _gmm(
     def product(x_RI: Array, w_XIO: Array, sizes_X: Array) -> Array:
         tiling = _tile_for(x_RI, len(sizes_X), w_XIO.shape[1 if transposed else 2], sums=False)
         options = {"transpose_rhs": transposed, "interpret": interpret}
-        with _kernel():
+        with jax.numpy_dtype_promotion("standard"):
             return gmm(x_RI, w_XIO, sizes_X, x_RI.dtype, tiling, **options)
 
     return product(x_RI, w_XIO, sizes_X)
@@ -112,7 +101,7 @@ def _tgmm(
     @sequential_vmap
     def product(x_RI: Array, g_RO: Array, sizes_X: Array) -> Array:
         tiling = _tile_for(x_RI, len(sizes_X), g_RO.shape[1], sums=True)
-        with _kernel():
+        with jax.numpy_dtype_promotion("standard"):
             return tgmm(x_RI.T, g_RO, sizes_X, x_RI.dtype, tiling, interpret=interpret)
 
     return product(x_RI, g_RO, sizes_X)

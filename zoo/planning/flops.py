@@ -13,12 +13,13 @@ import jax
 from jax.extend import core
 from jaxtyping import PyTree
 
-from zoo.nn.grouped_products import SCOPE
 from zoo.transformer.config import Config, num_flops_per_token
+from zoo.transformer.dispatch import RARELY
 from zoo.transformer.model import Transformer
 from zoo.wrappers.lora import Adapted, is_adapted
 
-# Of a kernel that leaves out steps of its grid, as `zoo.nn.attention.splash` names its calls.
+# Of a kernel that leaves out steps of its grid, as `zoo.nn.attention.splash` names its calls, and
+# of experts that have room for more rows, as `zoo.transformer.dispatch` does.
 _STEPS = re.compile(r"runs_(\d+)_of_(\d+)_steps")
 
 Amounts = Mapping[Any, float]
@@ -27,9 +28,10 @@ Amounts = Mapping[Any, float]
 def count(jaxpr: Any, of: Any = None) -> float:
     """FLOPs of the products of a jaxpr, on all devices together: two per multiply and add.
 
-    Loops count as often as they run, of branches the dearest, a kernel by its estimate or else as
-    what it executes, and the program of one device in a `shard_map` as often as there are devices.
-    Given a dtype, only those `of` operands of it, and no kernel.
+    Loops count as often as they run, of branches the dearest which is not marked as seldom taken, a
+    kernel by its estimate or else as what it executes, and the program of one device in a
+    `shard_map` as often as there are devices. Given a dtype, only those `of` operands of it, and no
+    kernel.
 
     Raises:
         ValueError: products in a loop or a kernel of which it is not known how often it runs.
@@ -40,7 +42,7 @@ def count(jaxpr: Any, of: Any = None) -> float:
         if name == "dot_general":
             return _dot(equation) if of in (None, equation.invars[0].aval.dtype) else 0.0
         if name.startswith("ragged_dot"):
-            return _ragged_dot(equation) if of is None else 0.0
+            return _ragged_dot(equation) * _share(scope) if of is None else 0.0
         if not _is_kernel(equation):
             return None
         if of is not None:
@@ -76,21 +78,6 @@ def of_kernels(jaxpr: Any) -> dict[str, tuple[float, float]]:
     found = _total(jaxpr, amounts)
     names = sorted({name for name, _ in found})
     return {name: (found[name, "FLOPs"], found[name, "bytes"]) for name in names}
-
-
-def has_local_experts(jaxpr: Any, is_local: bool = False) -> bool:
-    """Whether a device has some of the experts, and so rows that it multiplies by none of its own.
-
-    How many these are is known only as it runs.
-    """
-    for equation in _equations(jaxpr):
-        kernel = SCOPE in str(equation.source_info.name_stack)
-        if is_local and (kernel or equation.primitive.name.startswith("ragged_dot")):
-            return True
-        inside = is_local or equation.primitive.name == "shard_map"
-        if any(has_local_experts(x, inside) for x in core.jaxprs_in_params(equation.params)):
-            return True
-    return False
 
 
 def per_token(model: PyTree, seq_len: int) -> float | None:
@@ -146,6 +133,7 @@ def _total(jaxpr: Any, amounts: Callable[[Any, str], Amounts | None], scope: str
             inner = [
                 _total(x, amounts, names + _jitted(equation))
                 for x in core.jaxprs_in_params(equation.params)
+                if not (equation.primitive.name == "cond" and _is_rare(x))
             ]
             joined = max if equation.primitive.name == "cond" else sum
             keys = {key for each in inner for key in each}
@@ -168,6 +156,10 @@ def _used_in(jaxpr: Any) -> set[Any]:
     taken = [x for equation in _equations(jaxpr) for x in equation.invars]
     taken += getattr(jaxpr, "jaxpr", jaxpr).outvars
     return {x for x in taken if not isinstance(x, core.Literal)}
+
+
+def _is_rare(branch: Any) -> bool:
+    return any(RARELY in str(x.source_info.name_stack) for x in _equations(branch))
 
 
 def _times(equation: Any) -> int:

@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from zoo.transformer.dispatch import RARELY
+
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 _ARRAY = re.compile(r"([a-z]+\d*\w*)\[([\d,<=]*)\](\{[^}]*\})?")
 _NAME = re.compile(r"%([\w.\-]+)")
@@ -216,7 +218,7 @@ def visits(program: Program) -> Iterator[Visit]:
     """Every computation that a step runs, as often as it is called, with how often that is.
 
     A loop whose number of turns the text does not give counts once, and is named, for a plan to
-    refuse it.
+    refuse it. A branch that is marked as seldom taken is left out.
     """
     scopes = itertools.count()
 
@@ -243,7 +245,8 @@ def visits(program: Program) -> Iterator[Visit]:
                 kinds = ["calls", *["to_apply"] * applies, *_BRANCHES]
                 within = scope if instruction.opcode == "fusion" else None
                 for each in itertools.chain.from_iterable(called.get(kind, ()) for kind in kinds):
-                    inner.append(walk(each, times, {}, here, within))
+                    if instruction.opcode != "conditional" or not _is_rare(each):
+                        inner.append(walk(each, times, {}, here, within))
         yield Visit(computation, times, fused_in is not None, scope, tuple(unknown), caller)
         for visit in inner:
             yield from visit
@@ -252,6 +255,10 @@ def visits(program: Program) -> Iterator[Visit]:
 
 
 _BRANCHES = ("branch_computations", "true_computation", "false_computation")
+
+
+def _is_rare(branch: Computation) -> bool:
+    return any(re.search(rf"\b{RARELY}\b", x.op_name) for x in branch.instructions.values())
 
 
 def unknown_loops(program: Program) -> list[str]:

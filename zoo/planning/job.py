@@ -3,7 +3,6 @@
 import math
 import re
 import time
-from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,18 +16,17 @@ from zoo import sharding
 from zoo.data.datasets import batch_shapes
 from zoo.nn import remat
 from zoo.nn.attention.attention import Implementation, overridden_kernel
-from zoo.nn.precision import DTYPES, Precision
-from zoo.nn.products import is_quantized
+from zoo.nn.precision import Precision
 from zoo.nn.remat import Policy
 from zoo.planning import collectives, costs, flops, hlo
 from zoo.planning.collectives import Topology
 from zoo.planning.targets import Target
+from zoo.publishing.tensors import num_parameters
 from zoo.sharding.axes import is_parameter
 from zoo.training import flags
 from zoo.training.description import Training
 from zoo.training.flags import Flags
 from zoo.training.state import Trainable, TrainState, trained_leaves
-from zoo.wrappers.lora import is_adapted
 
 
 class CompilerError(ValueError):
@@ -70,43 +68,13 @@ class Job:
         return data.batch_size * (max(data.buckets) if data.unit == "tokens" else 1)
 
 
-@dataclass(frozen=True)
-class Part:
-    """Some of the parameters of a model."""
-
-    count: int
-    """Elements of their matrices and vectors."""
-    bytes: float
-    """On one device."""
-    kinds: tuple[str, ...]
-    """Their dtypes, or the kinds of quantised matrices; the ones of the most bytes first."""
-
-
-@dataclass(frozen=True)
-class Parameters:
-    """The parameters of a model that is trained."""
-
-    trained: Part
-    frozen: Part
-    adapters: Part
-    """The share of the trained ones that adapters have."""
-
-    @property
-    def count(self) -> int:
-        """All of them."""
-        return self.trained.count + self.frozen.count
-
-    @property
-    def bytes(self) -> float:
-        """Of all of them, on one device."""
-        return self.trained.bytes + self.frozen.bytes
-
-
 @dataclass(frozen=True, kw_only=True)
 class Memory:
     """Bytes of one device, while it trains."""
 
     parameters: float
+    frozen: float = 0.0
+    """Of the parameters, what is not trained."""
     optimizer: float
     batch: float
     temporaries: float | None
@@ -132,7 +100,7 @@ class Estimate:
     job: Job
     target: Target
     mesh: dict[str, int]
-    parameters: Parameters
+    num_parameters: int
     memory: Memory
     flops: float
     """Of the products of a step, of all devices together."""
@@ -209,9 +177,9 @@ def make_estimate(job: Job, target: Target, *, compiled: Any = None) -> Estimate
         job=job,
         target=target,
         mesh={axis: size for axis, size in mesh.shape.items() if size > 1},
-        parameters=count_parameters(state.model, job.training.trainable),
-        memory=_memory(state, batch, compiled, refusal, target.chip.memory),
-        flops=_flops(job, target, traced),
+        num_parameters=num_parameters(state.model),
+        memory=_memory(state, job.training.trainable, batch, compiled, refusal, target.chip.memory),
+        flops=flops.count(traced.jaxpr),
         int8_flops=flops.count(traced.jaxpr, of=jnp.int8),
         traffic=_traffic(program, kernels) if program else 0.0,
         collectives=collectives.collectives(program) if program else [],
@@ -233,13 +201,6 @@ def _trace(job: Job, mesh: Mesh | sharding.Layout) -> tuple[TrainState, Any]:
             clip_norm=job.clip_norm,
         )
         return state, step.trace(state, job.batch)
-
-
-def _flops(job: Job, target: Target, traced: Any) -> float:
-    """FLOPs of a step; experts on a mesh are counted as one device would compute them all."""
-    if flops.has_local_experts(traced.jaxpr):
-        _, traced = _trace(job, sharding.make_mesh("", target.devices()[:1]))
-    return flops.count(traced.jaxpr)
 
 
 def _traffic(program: hlo.Program, kernels: dict[str, tuple[float, float]]) -> float:
@@ -266,14 +227,23 @@ def wanted_bytes(message: str) -> float | None:
     return None
 
 
-def _memory(state: TrainState, batch: float, compiled: Any, refusal: str, limit: float) -> Memory:
+def _memory(
+    state: TrainState,
+    trainable: Trainable | None,
+    batch: float,
+    compiled: Any,
+    refusal: str,
+    limit: float,
+) -> Memory:
+    chosen = eqx.filter_eval_shape(lambda model: trained_leaves(model, trainable), state.model)
     kept: dict[str, Any] = {
         "parameters": device_bytes(state.model),
+        "frozen": device_bytes(eqx.partition(state.model, chosen)[1]),
         "optimizer": device_bytes(state.opt_state),
         "batch": batch,
     }
     if compiled is None:
-        wanted, arguments = wanted_bytes(refusal), sum(kept.values())
+        wanted, arguments = wanted_bytes(refusal), sum(kept.values()) - kept["frozen"]
         alone = wanted is not None and "temporaries" in refusal
         total = max(wanted + arguments if wanted and alone else wanted or 0.0, arguments)
         temporaries = wanted if alone else None
@@ -292,30 +262,6 @@ def _memory(state: TrainState, batch: float, compiled: Any, refusal: str, limit:
     )
 
 
-def count_parameters(model: PyTree, trainable: Trainable | None) -> Parameters:
-    """Count the parameters of a skeleton, of which `trainable` chooses what is trained."""
-    chosen = eqx.filter_eval_shape(lambda model: trained_leaves(model, trainable), model)
-    trained, frozen = eqx.partition(model, chosen)
-    adapted = jax.tree.leaves(trained, is_leaf=is_adapted)
-    return Parameters(_part(trained), _part(frozen), _part([*filter(is_adapted, adapted)]))
-
-
-def _part(tree: PyTree) -> Part:
-    total, sizes = 0, defaultdict[str, float](float)
-    names = {jnp.dtype(dtype): name for name, dtype in DTYPES.items()}
-    for x in jax.tree.leaves(tree, is_leaf=_is_matrix):
-        if _is_matrix(x) or is_parameter(x):
-            total += math.prod(x.shape)
-            sizes[x.kind if _is_matrix(x) else names.get(x.dtype, str(x.dtype))] += device_bytes(x)
-    by_size = sorted(sizes, key=lambda name: -sizes[name])
-    return Part(total, sum(sizes.values(), 0.0), tuple(by_size))
-
-
-def _is_matrix(x: Any) -> bool:
-    """Whether a node is a quantised matrix: without its codes it is one of another part."""
-    return is_quantized(x) and is_parameter(x.codes)
-
-
 def device_bytes(tree: PyTree) -> float:
     """The bytes that one device keeps of a tree of arrays, or of its skeleton."""
 
@@ -323,4 +269,4 @@ def device_bytes(tree: PyTree) -> float:
         shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
         return float(math.prod(shape) * x.dtype.itemsize)
 
-    return sum(each(x) for x in jax.tree.leaves(tree) if is_parameter(x))
+    return sum((each(x) for x in jax.tree.leaves(tree) if is_parameter(x)), 0.0)

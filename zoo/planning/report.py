@@ -4,7 +4,7 @@ import jax
 from rich.table import Table
 
 from zoo.planning import collectives, targets
-from zoo.planning.job import Estimate, Memory, Parameters
+from zoo.planning.job import Estimate, Memory
 from zoo.planning.roofline import Roofline, flash_share, roofline
 from zoo.runs.command_line import console
 from zoo.training import flags
@@ -22,7 +22,7 @@ def title(estimate: Estimate) -> str:
     job, chip = estimate.job, estimate.target.chip
     mesh = ",".join(f"{axis}={size}" for axis, size in estimate.mesh.items()) or "one device"
     parts = [
-        f"{_number(estimate.parameters.count)} parameters",
+        f"{_number(estimate.num_parameters)} parameters",
         f"{estimate.num_devices} × {chip.name}{_slices(estimate)} ({mesh})",
         f"{job.tokens:,} {job.training.data.unit} per step",
         job.precision,
@@ -45,7 +45,7 @@ def _slices(estimate: Estimate) -> str:
 
 def sections(estimate: Estimate) -> dict[str, Rows]:
     """The table's sections: rows of a quantity, its amount, and a remark."""
-    found = {"memory per device": [*_parameters(estimate.parameters), *_memory(estimate.memory)]}
+    found = {"memory per device": _memory(estimate.memory)}
     found["compute per step"] = _compute(estimate)
     if estimate.text and estimate.num_devices > 1:
         found["bytes sent per device and step"] = _collectives(estimate)
@@ -70,22 +70,11 @@ def _number(count: int) -> str:
     return f"{count / 1e9:.2f}B" if count > 1e8 else f"{count:,}"
 
 
-def _parameters(found: Parameters) -> Rows:
-    """The masters; of a training of some of them, those by themselves, then the frozen ones."""
-    if not found.frozen.count:
-        return [("parameters", gigabytes(found.bytes), "fp32 masters")]
-    rows = []
-    for name, part in (("trained", found.trained), ("frozen", found.frozen)):
-        remark = f"{_number(part.count)}, {' and '.join(part.kinds)}"
-        if name == "trained":
-            remark += " masters"
-            remark += f", adapters' {_number(found.adapters.count)}" * bool(found.adapters.count)
-        rows.append((f"{name} parameters", gigabytes(part.bytes), remark))
-    return rows
-
-
 def _memory(memory: Memory) -> Rows:
-    rows = [
+    trained = "trained parameters" if memory.frozen else "parameters"
+    rows = [(trained, gigabytes(memory.parameters - memory.frozen), "fp32 masters")]
+    rows += [("frozen parameters", gigabytes(memory.frozen), "")] * bool(memory.frozen)
+    rows += [
         ("optimizer", gigabytes(memory.optimizer), ""),
         ("batch", gigabytes(memory.batch), ""),
     ]

@@ -131,7 +131,7 @@ class ExpertsConfig:
     """How tokens reach experts on other devices: all_reduce, or all_to_all, which sends less where
     there are more devices than experts per token."""
     buffer: float = may_differ(2.0)
-    """Rows that a device has room for in a round of all_to_all, over its even share of them."""
+    """Rows that a device has room for in all_to_all, over its even share; more come in rounds."""
 
     def __post_init__(self) -> None:
         configuration.check(self, "experts.")

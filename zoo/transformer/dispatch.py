@@ -5,11 +5,13 @@ splits the batch too have other tokens and other experts: they exchange one or t
 
 - "all_reduce": each device gathers the tokens of all, computes its experts for all of them, and
   the results are added up and split again.
-- "all_to_all": each token goes only to the devices of its experts, once for each, and back. No
-  token is dropped, however uneven the load: tokens go in rounds, and the rows of a round fit into
-  the buffer even if all of them go to one device.
+- "all_to_all": each token goes only to the devices of its experts, once for each, and back. All
+  tokens go at once if the rows of each device fit into its buffer. No token is dropped, however
+  uneven the load: where they do not fit, tokens go in rounds, of which each fits even if all of its
+  rows go to one device.
 
-With t devices and c choices of a token the first moves t / c of the bytes of the second.
+With t devices and c choices of a token the first moves t / c of the bytes of the second, and has
+room for t times a device's even share of the rows, the second for a buffer.
 
 Legend of suffixes: B batch, T time, E embed, N tokens, C a token's choices, R routed rows,
 X experts of a device, S sources and D destinations.
@@ -36,6 +38,9 @@ Dispatch = Literal["auto", "all_reduce", "all_to_all"]
 
 # The routing between these chips is too limited for `jax.lax.ragged_all_to_all`.
 _WITHOUT_EXCHANGE = ("TPU v5 lite",)
+
+# The name of a branch that a step seldom takes, by which a plan leaves it out.
+RARELY = "rarely"
 
 # The product of each row with the matrices of its expert; rows are in the order of the experts.
 Experts = Callable[..., Float[Array, "rows embed"]]
@@ -96,17 +101,9 @@ def apply_experts(
     split = _Split(axes, tuple(axis for axis in axes if axis in mesh_axes(tokens)))
     added = (*split.others, *mesh_axes([hidden]))
     parts = math.prod(mesh.shape[axis] for axis in split.exchanged)
-    exchanges = device_kind() not in _WITHOUT_EXCHANGE
-    if dispatch == "auto":
-        is_less = parts > routed.chosen.shape[-1]
-        dispatch = "all_to_all" if is_less and exchanges else "all_reduce"
-    if parts == 1 or axes[: len(split.exchanged)] != split.exchanged:
+    if axes[: len(split.exchanged)] != split.exchanged:
         dispatch = "all_reduce"
-    if dispatch == "all_to_all" and not exchanges:
-        raise ValueError(
-            f"experts.dispatch='all_to_all': the compiler for {device_kind()} has no exchange of "
-            "uneven parts; take 'auto' or 'all_reduce'"
-        )
+    dispatch = dispatch_for(dispatch, parts, routed.chosen.shape[-1], device_kind())
 
     def local(routed: Routed, matrices: tuple[Array, Array, Array]) -> Array:
         if dispatch == "all_to_all":
@@ -127,6 +124,26 @@ def apply_experts(
     return jax.lax.reduce(y_SBTE, jnp.zeros((), y_SBTE.dtype), jax.lax.add, (0,))
 
 
+def dispatch_for(dispatch: Dispatch, parts: int, choices: int, kind: str) -> Dispatch:
+    """The dispatch over so many parts of the tokens, on devices of a kind, where "auto" is asked.
+
+    Raises:
+        ValueError: a kind of device that has no such exchange.
+    """
+    exchanges = kind not in _WITHOUT_EXCHANGE
+    if dispatch == "auto":
+        # Where both send as much, arrays of rows are smaller.
+        dispatch = "all_to_all" if parts >= choices and exchanges else "all_reduce"
+    if parts == 1:
+        return "all_reduce"
+    if dispatch == "all_to_all" and not exchanges:
+        raise ValueError(
+            f"experts.dispatch='all_to_all': the compiler for {kind} has no exchange of uneven "
+            "parts; take 'auto' or 'all_reduce'"
+        )
+    return dispatch
+
+
 def _by_all_reduce(
     experts: Experts, routed: Routed, matrices: tuple[Array, Array, Array], split: _Split
 ) -> Float[Array, "batch seq embed"]:
@@ -135,7 +152,7 @@ def _by_all_reduce(
     for axis in reversed(split.exchanged):
         gather = functools.partial(jax.lax.all_gather, axis_name=axis, tiled=True)
         routed = Routed(*map(gather, routed))
-    with jax.named_scope(_share(math.prod(map(jax.lax.axis_size, split.axes)))):
+    with jax.named_scope(_share(1, math.prod(map(jax.lax.axis_size, split.axes)))):
         y_BTE = _for_all(experts, first, routed, matrices)
     for axis in split.exchanged:
         y_BTE = jax.lax.psum_scatter(y_BTE, axis, tiled=True)
@@ -172,27 +189,44 @@ def _by_all_to_all(
     split: _Split,
     buffer: float,
 ) -> Float[Array, "batch seq embed"]:
-    """The rows of a device's tokens by the devices of their experts, in rounds."""
+    """The rows of a device's tokens by the devices of their experts: all at once if they fit.
+
+    All devices of the mesh take the same branch, or some would wait for what no other sends.
+    """
     parts = math.prod(mesh.shape[axis] for axis in split.exchanged)
     others = math.prod(mesh.shape[axis] for axis in split.others)
-    rounds, num_local = math.ceil(parts / buffer), matrices[0].shape[0]
-    tokens = math.prod(routed.x.shape[:-1])
-    padding, nobody = -tokens % rounds, parts * others * num_local
+    num_local = matrices[0].shape[0]
+    flat = Routed(*(x.reshape(-1, x.shape[-1]) for x in routed))
+    most = parts * flat.chosen.size
+    room = min(math.ceil(buffer * flat.chosen.size / others), most)
+    rounds, nobody = math.ceil(most / room), parts * others * num_local
 
-    def in_rounds(x: Array, value: int) -> Array:
-        flat = jnp.pad(x.reshape(tokens, -1), ((0, padding), (0, 0)), constant_values=value)
-        return flat.reshape(rounds, -1, x.shape[-1])
-
-    def one(_: None, routed: Routed) -> tuple[None, Array]:
-        return None, _one_round(experts, routed, matrices, split, parts, others)
+    def at_once(routed: Routed, room: int = room) -> Array:
+        return _one_round(experts, routed, matrices, split, parts, others, room)
 
     # Only a round's inputs and orders are kept, or all rounds together would keep all rows.
-    if rounds > 1:
-        one = jax.checkpoint(one, policy=POLICIES["full"], prevent_cse=False)
-    x, weights, chosen = routed
-    each = Routed(in_rounds(x, 0), in_rounds(weights, 0), in_rounds(chosen, nobody))
-    _, y_SNE = jax.lax.scan(one, None, each)
-    return y_SNE.reshape(-1, x.shape[-1])[:tokens].reshape(x.shape)
+    @functools.partial(jax.checkpoint, policy=POLICIES["full"], prevent_cse=False)
+    def one(_: None, routed: Routed) -> tuple[None, Array]:
+        return None, at_once(routed, parts * routed.chosen.size)
+
+    def in_rounds(routed: Routed) -> Array:
+        padding = -len(routed.x) % rounds
+
+        def cut(x: Array, value: int) -> Array:
+            padded = jnp.pad(x, ((0, padding), (0, 0)), constant_values=value)
+            return padded.reshape(rounds, -1, x.shape[-1])
+
+        x, weights, chosen = routed
+        with jax.named_scope(RARELY):
+            each = Routed(cut(x, 0), cut(weights, 0), cut(chosen, nobody))
+            return jax.lax.scan(one, None, each)[1].reshape(-1, x.shape[-1])[: len(x)]
+
+    if rounds == 1:
+        return at_once(flat).reshape(routed.x.shape)
+    devices_D = jnp.arange(parts * others, dtype=jnp.int32)
+    sent_D = (flat.chosen.reshape(-1, 1) // num_local == devices_D[None]).sum(0)
+    got = jax.lax.pmax(jax.lax.psum(sent_D, split.exchanged).max(), mesh.axis_names)
+    return jax.lax.cond(got <= room, at_once, in_rounds, flat).reshape(routed.x.shape)
 
 
 def _one_round(
@@ -202,8 +236,12 @@ def _one_round(
     split: _Split,
     parts: int,
     others: int,
+    room: int,
 ) -> Float[Array, "tokens embed"]:
-    """Rows sent to the devices of their experts, multiplied there, and sent back."""
+    """Rows sent to the devices of their experts, multiplied there, and sent back.
+
+    No device gets more of them than it has `room` for.
+    """
     num_local, choices = matrices[0].shape[0], routed.chosen.shape[-1]
     device_R, expert_R = jnp.divmod(routed.chosen.reshape(-1), num_local)
     here = jax.lax.axis_index(split.others) if split.others else 0
@@ -215,22 +253,21 @@ def _one_round(
     sizes_SX = sizes_SDX[:, jax.lax.axis_index(split.exchanged)]
 
     rows_RE = _taken(routed.x, order, choices)
-    room = parts * rows_RE.shape[0]
     got_RE = _exchange(rows_RE, sizes_SDX.sum(-1), split.exchanged, room)
     by_expert = _transposed(sizes_SX, room)
-    with jax.named_scope(_share(parts * others)):
+    with jax.named_scope(_share(math.ceil(rows_RE.shape[0] / others), room)):
         y_RE = experts(_taken(got_RE, by_expert, 1), *matrices, sizes_SX.sum(0))
     y_RE = _taken(y_RE, by_expert.inverse, 1)
     y_RE = _exchange(y_RE, sizes_SDX.sum(-1).T, split.exchanged, rows_RE.shape[0])
     return _summed(y_RE, routed.weights, order)
 
 
-def _share(parts: int) -> str:
-    """The name that tells a plan that one in `parts` of a device's rows goes to its experts.
+def _share(rows: int, room: int) -> str:
+    """The name that tells a plan that so many of a device's rows go to its experts.
 
     That is with an even load. The kernel leaves out the tiles of the others.
     """
-    return f"runs_1_of_{parts}_steps"
+    return f"runs_{rows}_of_{room}_steps"
 
 
 def _in_order(key_R: Int[Array, "rows"], num_keys: int) -> tuple[Order, Int[Array, "keys"]]:
