@@ -24,7 +24,7 @@ def grid(name, shape, num_slices=1):
 
 
 def collective(kind, sent, *members, pairs=()):
-    return Collective(kind, sent, 1, len(members[0]) if members else 2, "f32", "", members, pairs)
+    return Collective(kind, sent, 1, len(members[0]) if members else 2, members, pairs)
 
 
 # Who takes part.

@@ -39,9 +39,6 @@ class Collective:
     """Bytes that a device sends each time."""
     times: int
     group_size: int
-    dtype: str
-    op_name: str
-    """Where in the traced step it comes from."""
     groups: Groups = ()
     """The devices that take part together, of all groups, by their place in the program."""
     pairs: Groups = ()
@@ -134,9 +131,7 @@ def _collective(instruction: Instruction, kind: Kind, times: int, is_fused: bool
         "all-to-all": held * (n - 1) / n,
         "collective-permute": held,
     }[kind]
-    dtype = types[0].lstrip("(").partition("[")[0]
-    op_name = _op_name(instruction)
-    return Collective(kind, sent, times, n, dtype, op_name, who, pairs(instruction))
+    return Collective(kind, sent, times, n, who, pairs(instruction))
 
 
 def _slices(instruction: Instruction) -> Groups:
@@ -149,16 +144,6 @@ def _slices(instruction: Instruction) -> Groups:
         raise HLOError(f"{instruction.name}: slices of an unknown form: {target!r}")
     size = last + 1
     return tuple(tuple(place + size * k for k in range(slices)) for place in range(size))
-
-
-def _op_name(instruction: Instruction) -> str:
-    """The origin of a collective in the traced step, or of its operands where it has none."""
-    nearby = [instruction]
-    for found in nearby:  # which grows
-        if found.op_name or len(nearby) > 100:
-            return found.op_name
-        nearby += found.inputs
-    return ""
 
 
 def groups(instruction: Instruction, num_devices: int) -> Groups:

@@ -22,9 +22,10 @@ from zoo.nn.precision import Precision
 from zoo.nn.products import Kind
 from zoo.nn.remat import Policy
 from zoo.nn.stateful import cast
-from zoo.planning import flops, planner, report
+from zoo.planning import flops, report
 from zoo.planning.job import Estimate, Job, make_estimate
-from zoo.planning.search import candidates, fastest
+from zoo.planning.meshes import candidates
+from zoo.planning.search import fastest, suggest
 from zoo.planning.targets import Target, prepare
 from zoo.publishing import PublishError, models
 from zoo.publishing.models import with_paths
@@ -120,7 +121,7 @@ def main(config: Annotated[Config, tyro.conf.arg(name="")]) -> None:
     if reason:
         print(reason)
     if config.suggest and not estimate.memory.fits:
-        planner.suggest(estimate, lighter(config, folder, target))
+        suggest(estimate, lighter(config, folder, target))
 
 
 class TokenRows(SeededDataset):
