@@ -67,10 +67,10 @@ def test_every_module_has_a_room():
 # Lines of each room. What needs more raises its number here, in a commit that says why.
 CEILINGS = {
     "common": 1350,
-    "sharding": 1415,
-    "nn": 2765,
+    "sharding": 1420,
+    "nn": 3690,
     "transformer": 1310,
-    "rnn": 910,
+    "rnn": 925,
     "mlp": 220,
     "bert": 200,
     "wrappers": 610,

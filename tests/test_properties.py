@@ -36,7 +36,9 @@ from zoo.data.prepared.copies import Copies
 from zoo.data.prepared.format import Manifest
 from zoo.data.token_datasets import BucketedDataset, LabelledDataset, PackedDataset, TokenDataset
 from zoo.hf.weights import Weights
+from zoo.nn.recurrences.chunks import RecurrenceConfig
 from zoo.publishing import PublishError, replacing, shelf
+from zoo.rnn.cells import CELLS, CHUNKED_CELLS
 from zoo.runs.checkpoint import Checkpointer
 from zoo.runs.remote.copies import Record, RemoteCopies
 from zoo.transformer.config import RopeScaling
@@ -274,11 +276,12 @@ def draw_transformer(draw: st.DrawFn, unit: int, rows: int) -> tuple[Callable, A
 def draw_rnn(draw: st.DrawFn, unit: int, rows: int) -> tuple[Callable, Any, Any]:
     hidden, bidirectional = unit * draw(st.integers(1, 3)), draw(st.booleans())
     tied = draw(st.booleans())
+    cell = draw(st.sampled_from([*CELLS, *CHUNKED_CELLS]))
     config = rnn.Config(
         vocab_size=unit * math.ceil(64 / unit),
         hidden_size=hidden,
         num_layers=draw(st.integers(1, 3)),
-        cell=draw(st.sampled_from(["lstm", "gru", "elman", "mingru", "minlstm"])),
+        cell=cell,
         embed_size=hidden * (1 + bidirectional) if tied else unit * draw(st.integers(1, 3)),
         tie_embeddings=tied,
         bidirectional=bidirectional,
@@ -287,10 +290,20 @@ def draw_rnn(draw: st.DrawFn, unit: int, rows: int) -> tuple[Callable, Any, Any]
         remat=draw(st.sampled_from(["none", "full"])),
         hoist=draw(st.booleans()),
         unroll=draw(st.integers(1, 3)),
+        recurrence=draw_recurrence(draw, unit) if cell in CHUNKED_CELLS else RecurrenceConfig(),
     )
     note(str(config))
     make_model = functools.partial(rnn.RNN, config)
     return make_model, token_rows(unit, rows), losses.next_token
+
+
+def draw_recurrence(draw: st.DrawFn, unit: int) -> RecurrenceConfig:
+    return RecurrenceConfig(
+        num_heads=unit,
+        key_dim=draw(st.integers(1, 5)),
+        value_dim=draw(st.integers(2, 5)),
+        chunk=draw(st.integers(1, 9)),
+    )
 
 
 def draw_mlp(draw: st.DrawFn, unit: int, rows: int) -> tuple[Callable, Any, Any]:

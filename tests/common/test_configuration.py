@@ -292,7 +292,7 @@ MAY_DIFFER = {
     recipes.lm: f"""{OF_A_RUN} {OF_TEXT} model.attention.kernel model.remat
         model.scan_layers model.experts.dispatch model.experts.buffer model.eos_ids""",
     recipes.rnn: f"""{OF_A_RUN} {OF_TEXT} model.remat model.implementation model.hoist model.unroll
-        model.eos_ids""",
+        model.recurrence.chunk model.eos_ids""",
     recipes.mlp: f"{OF_A_RUN} data.file model.remat model.in_size model.out_size",
     recipes.finetune: f"{OF_A_RUN} {OF_TEXT} remat kernel scan_layers",
     recipes.generate: "",

@@ -10,9 +10,12 @@ import pytest
 from helpers import equations
 from jax.test_util import check_grads
 
-from zoo import rnn, sharding
+from zoo import lora, rnn, sharding
+from zoo.nn.products import is_quantized
+from zoo.nn.recurrences.chunks import RecurrenceConfig
+from zoo.quantization.loading import quantized_skeleton
 from zoo.rnn import recurrence
-from zoo.rnn.cells import CELLS
+from zoo.rnn.cells import CELLS, CHUNKED_CELLS
 from zoo.rnn.model import _use_cudnn
 from zoo.sharding.axes import keystr
 
@@ -152,12 +155,21 @@ def test_networks_match_pytorch(cell, directions):
 # Padding, segments, streams
 
 
+SIZES = {"num_heads": 4, "key_dim": 3, "chunk": 4}  # of rows of 11 steps
 OPTIONS = {
     "lstm": {"num_layers": 2},
     "gru": {"cell": "gru"},
     "elman": {"cell": "elman"},
     "mingru": {"cell": "mingru"},
     "minlstm": {"cell": "minlstm"},
+    "delta": {"cell": "gated_deltanet", "recurrence": RecurrenceConfig(**SIZES, num_key_heads=2)},
+    "mamba2": {"cell": "mamba2", "num_layers": 2, "recurrence": RecurrenceConfig(**SIZES)},
+    "mlstm": {"cell": "mlstm", "norm": "rms", "recurrence": RecurrenceConfig(**SIZES)},
+    "both-delta": {
+        "cell": "gated_deltanet",
+        "bidirectional": True,
+        "recurrence": RecurrenceConfig(num_heads=2, negative_eigenvalues=True),
+    },
     "both": {"bidirectional": True, "norm": "layer", "num_layers": 2},
     "both-min": {"bidirectional": True, "cell": "mingru"},
     "chunks": {"remat": "full", "norm": "rms", "num_layers": 2},
@@ -168,7 +180,9 @@ OPTIONS = {
 NAMES = [*OPTIONS]
 
 
-@pytest.mark.parametrize("name", ["lstm", "mingru", "both", "chunks", "last", "mean"])
+@pytest.mark.parametrize(
+    "name", ["lstm", "mingru", "both", "chunks", "last", "mean", "delta", "mamba2", "mlstm"]
+)
 def test_padding_makes_no_difference(name):
     model = make(**OPTIONS[name])
     # Other tokens in the padding, wherever it lies, and more of it.
@@ -177,7 +191,9 @@ def test_padding_makes_no_difference(name):
     assert_close(padded, gradient(model), tolerance=1e-6)
 
 
-@pytest.mark.parametrize("name", ["lstm", "mingru", "both", "chunks"])
+@pytest.mark.parametrize(
+    "name", ["lstm", "mingru", "both", "chunks", "delta", "mamba2", "mlstm", "both-delta"]
+)
 def test_packed_documents_match_separate_rows(name):
     model = make(**OPTIONS[name])
     packed = np.asarray(call(model, TOKENS, segment_ids=SEGMENTS))
@@ -192,7 +208,7 @@ def test_packed_documents_match_separate_rows(name):
         np.testing.assert_allclose(packed[row, where[i]], alone[i, : lengths[i]], atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["lstm", "mingru", "chunks", "last"])
+@pytest.mark.parametrize("name", ["lstm", "mingru", "chunks", "last", "delta", "mamba2", "mlstm"])
 def test_streamed_pieces_match_whole_sequence(name):
     model = make(**OPTIONS[name])
     run = eqx.filter_jit(lambda *args, **kwargs: model.run(*args, **kwargs))
@@ -235,7 +251,7 @@ def test_linear_recurrence_gradient_matches_numerical(reverse):
     check_grads(function, (a, b, h), order=1, modes=["rev"], atol=1e-2, rtol=1e-2)
 
 
-@pytest.mark.parametrize("name", ["lstm", "mingru", "both"])
+@pytest.mark.parametrize("name", ["lstm", "mingru", "both", "delta", "mamba2", "mlstm"])
 def test_outputs_depend_on_visible_inputs(name):
     model = make(vocab_size=None, in_size=3, out_size=4, **OPTIONS[name])
     x = jax.random.normal(KEY, (2, 8, 3))
@@ -258,6 +274,7 @@ def test_outputs_depend_on_visible_inputs(name):
         ("gru", {"hoist": True, "unroll": 2, "remat": "full"}),
         ("mingru", {"remat": "full"}),
         ("both", {"remat": "full", "hoist": True}),
+        ("delta", {"remat": "full"}),
     ],
 )
 def test_execution_options_give_equal_gradients(name, changes):
@@ -359,6 +376,9 @@ def on_mesh(model, mesh):
         ("gru", "data=2,fsdp=2,tensor=2"),
         ("mingru", "tensor=4"),
         ("both", "data=2,fsdp=2,tensor=2"),
+        ("delta", "data=2,fsdp=2,tensor=2"),
+        ("mamba2", "fsdp=2,tensor=4"),
+        ("mlstm", "data=2,tensor=4"),
     ],
 )
 def test_mesh_gives_equal_gradients(name, spec):
@@ -452,6 +472,16 @@ def test_unsupported_cudnn_use_is_refused():
         ({"tie_embeddings": True, "bidirectional": True}, "embed_size=16, and they are None and 8"),
         ({"implementation": "cudnn", "remat": "full"}, "no remat or truncate"),
         ({"dropout": -0.1}, "dropout=-0.1"),
+        ({"recurrence": RecurrenceConfig(key_dim=4)}, r"recurrence.key_dim=4.*'lstm'"),
+        ({"cell": "mlstm", "recurrence": RecurrenceConfig(taps=3)}, r"recurrence.taps=3.*'mlstm'"),
+        (
+            {"cell": "mamba2", "hidden_size": 6},
+            "recurrence.num_heads=4 does not divide hidden_size=6",
+        ),
+        (
+            {"cell": "mlstm", "bidirectional": True, "pooling": "last", "out_size": 2},
+            "pooling='last'.*'mlstm'",
+        ),
     ],
 )
 def test_invalid_configurations_are_refused(changes, message):
@@ -481,3 +511,16 @@ def test_masked_packed_tokens_are_padding():
     expected = call(model, TOKENS, segment_ids=jnp.where(mask, SEGMENTS, 0))
     np.testing.assert_array_equal(got, expected)
     assert np.abs(got - call(model, TOKENS, segment_ids=SEGMENTS)).max() > 1e-3
+
+
+@pytest.mark.parametrize("cell", CHUNKED_CELLS)
+def test_matrices_of_layers_are_adapted_and_quantised(cell):
+    model = make(cell=cell, hidden_size=32, recurrence=RecurrenceConfig(num_heads=2))
+    adapted = lora.adapt(model, lora.Config(rank=2), key=KEY)
+    layer = adapted.layers[0].directions[0]
+    assert all(map(lora.is_adapted, (layer.wz, layer.wo)))
+    np.testing.assert_allclose(call(adapted, TOKENS), call(model, TOKENS), atol=1e-6)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradient(adapted)[1].layers):
+        assert np.isfinite(leaf).all(), keystr(path)
+    kinds = quantized_skeleton(eqx.filter_eval_shape(lambda: model), "int8")
+    assert all(map(is_quantized, (kinds.layers[0].directions[0].wz,)))

@@ -1,5 +1,6 @@
 """zoo.training.parametrization: muP's initial scales and rates, and what they are for."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,19 @@ def test_rnn_factors(cell: Any):
     by_path = found(make_rnn(cell=cell, vocab_size=None, in_size=3, out_size=2), 8)
     assert by_path["layers.0.directions.0.weight_ih"] == SAME
     assert by_path["layers.1.directions.0.weight_ih"] == HIDDEN
+
+
+@pytest.mark.parametrize("cell", ["gated_deltanet", "mamba2", "mlstm"])
+def test_factors_of_cells_with_a_matrix_as_state(cell: Any):
+    by_path = found(make_rnn(cell=cell), 8)
+    layers = {path: factors for path, factors in by_path.items() if path.startswith("layers.")}
+    matrices = {path for path in layers if re.fullmatch(r".*\.w[a-z]{1,2}", path)}
+    assert len(matrices) >= 12
+    assert {layers[path] for path in matrices} == {HIDDEN}
+    assert {layers[path] for path in layers.keys() - matrices} == {SAME}
+    by_path = found(make_rnn(cell=cell, vocab_size=None, in_size=3, out_size=2), 8)
+    assert by_path["layers.0.directions.0.wz"] == SAME
+    assert by_path["layers.1.directions.0.wz"] == HIDDEN
 
 
 @pytest.mark.parametrize("residual", [False, True])

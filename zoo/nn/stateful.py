@@ -18,7 +18,11 @@ from zoo.sharding.axes import keystr
 Tree = TypeVar("Tree")
 
 
-class LoadBias(eqx.Module):
+class InFloat32(eqx.Module):
+    """Parameters that stay in float32 in a model of any dtype: small differences count in them."""
+
+
+class LoadBias(InFloat32):
     """A router's bias for each expert: added to its scores as it chooses, not to their weights.
 
     It evens out their load (Wang et al. 2024, DeepSeek-V3).
@@ -63,16 +67,16 @@ def moved(model: PyTree, errors: PyTree) -> Any:
 def is_kept(x: Any) -> bool:
     """Whether a node of a model has dtypes of its own, whatever the parameters' are.
 
-    So have a `LoadBias`, in float32, and an `eqx.nn.State`: small steps of theirs would be lost.
+    So have an `InFloat32` and an `eqx.nn.State`: small steps of theirs would be lost.
     """
-    return is_load_bias(x) or isinstance(x, eqx.nn.State)
+    return isinstance(x, InFloat32 | eqx.nn.State)
 
 
 def kept_dtypes(model: Any) -> dict[str, Any]:
     """The dtype of each array of the nodes that are kept, by dotted path; None: as it is stored."""
     nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_kept)
     return {
-        keystr((*path, *inner)): jnp.dtype(jnp.float32) if is_load_bias(node) else None
+        keystr((*path, *inner)): jnp.dtype(jnp.float32) if isinstance(node, InFloat32) else None
         for path, node in nodes
         if is_kept(node)
         for inner, _ in jax.tree_util.tree_leaves_with_path(node)

@@ -7,8 +7,9 @@ from typing import Literal
 from zoo.common import configuration
 from zoo.common.configuration import may_differ, of_training, require
 from zoo.nn.layers import OptionalNorm
-from zoo.rnn.cells import CELLS, CellName
-from zoo.rnn.recurrence import Chunks
+from zoo.nn.recurrences.chunks import RecurrenceConfig
+from zoo.nn.recurrences.marks import Chunks
+from zoo.rnn.cells import CELLS, CHUNKED_CELLS, CellName
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Config:
     num_layers: int = 2
     """Number of layers."""
     cell: CellName = "lstm"
-    """Recurrent cell; those named min… are parallel in time, the others a scan."""
+    """Recurrent cell; those named min… are parallel in time, those with a matrix as state (see
+    recurrence) go by chunks of it, the others step by step."""
     embed_size: int | None = None
     """Width of the embedding; hidden_size if not given."""
     bidirectional: bool = False
@@ -51,6 +53,8 @@ class Config:
     """Steps that an iteration of the scan runs; if not given, 4 in bf16 on a CPU, and else 1."""
     eos_ids: tuple[int, ...] = may_differ(())
     """Ids of the tokens that end a text, where generation stops."""
+    recurrence: RecurrenceConfig = RecurrenceConfig()
+    """Of gated_deltanet, mamba2 and mlstm."""
 
     def __post_init__(self) -> None:
         configuration.check(self)
@@ -77,6 +81,35 @@ class Config:
             f"implementation='cudnn' has no remat or truncate, and they are {self.remat!r} and "
             f"{self.truncate}",
         )
+
+        self._check_recurrence()
+
+    def _check_recurrence(self) -> None:
+        """Refuse settings of matrices that the cell does not have."""
+        settings, default, cell = self.recurrence, RecurrenceConfig(), self.cell
+        for name, cells in {
+            "num_key_heads": ("gated_deltanet", "mamba2"),
+            "taps": ("gated_deltanet", "mamba2"),
+            "negative_eigenvalues": ("gated_deltanet",),
+            **dict.fromkeys(("num_heads", "key_dim", "value_dim"), CHUNKED_CELLS),
+        }.items():
+            value = getattr(settings, name)
+            require(
+                cell in cells or value == getattr(default, name),
+                f"recurrence.{name}={value!r}: is for cell={' or '.join(map(repr, cells))}, and "
+                f"this is {cell!r}",
+            )
+        if cell in CHUNKED_CELLS:
+            require(
+                settings.value_dim is not None or self.hidden_size % settings.num_heads == 0,
+                f"recurrence.num_heads={settings.num_heads} does not divide hidden_size="
+                f"{self.hidden_size}: change either, or set recurrence.value_dim",
+            )
+            require(
+                not (self.bidirectional and self.pooling == "last"),
+                f"pooling='last': a bidirectional network of cell={cell!r} has no last step; take "
+                "'mean'",
+            )
 
     @property
     def embedding_size(self) -> int:
@@ -107,13 +140,24 @@ class Config:
 
 
 def num_flops_per_token(config: Config) -> float:
-    """Floating-point operations of training per token: six per weight in a product."""
-    cell, hidden = CELLS[config.cell], config.hidden_size
-    gates_of_input, gates_of_state = len(cell.input_terms), len(cell.state_terms)
-    weights = sum(
-        (in_size * gates_of_input + hidden * gates_of_state) * config.width
-        for in_size in config.in_sizes
-    )
+    """Floating-point operations of training per token: six per weight in a product.
+
+    Of cells with a matrix as state, for rows of whole chunks.
+    """
+    hidden = config.hidden_size
+    if config.cell in CHUNKED_CELLS:
+        num_products, settings = CHUNKED_CELLS[config.cell].num_products, config.recurrence
+        directions, size = 2 if config.bidirectional else 1, settings.chunk_size
+        weights = directions * sum(
+            num_products(settings, in_size, hidden, size) for in_size in config.in_sizes
+        )
+    else:
+        cell = CELLS[config.cell]
+        gates_of_input, gates_of_state = len(cell.input_terms), len(cell.state_terms)
+        weights = sum(
+            (in_size * gates_of_input + hidden * gates_of_state) * config.width
+            for in_size in config.in_sizes
+        )
     if config.pooling == "none":
         weights += config.width * config.num_outputs
     return 6.0 * weights

@@ -5,32 +5,24 @@ bidirectional. The cells are in `zoo.rnn.cells`.
 """
 
 import functools
-from typing import Unpack
+from collections.abc import Callable
+from typing import Any, Unpack
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, PyTree
 
 from zoo.common.configuration import require
 from zoo.nn.layers import Embedding, Linear, Norm, Readout, dropout, make_norm, normal
 from zoo.nn.parameters import CastsInputs, cast_for_use, unshard
 from zoo.nn.products import transposed
 from zoo.nn.protocols import SequenceOptions
-from zoo.rnn import cells
-from zoo.rnn.cells import CELLS
+from zoo.nn.recurrences.chunks import Mixer
+from zoo.nn.recurrences.marks import Chunks, Marks, make_marks, over_time
+from zoo.rnn.cells import CELLS, CHUNKED_CELLS
 from zoo.rnn.config import Config
-from zoo.rnn.recurrence import (
-    Chunks,
-    Marks,
-    Options,
-    Weights,
-    cudnn_lstm,
-    cudnn_refusal,
-    make_marks,
-    over_time,
-    recur,
-)
+from zoo.rnn.recurrence import Options, Weights, cudnn_lstm, cudnn_refusal, recur
 from zoo.sharding import ShardingError, constrain, split_by
 
 Inputs = Int[Array, "batch seq"] | Float[Array, "batch seq features"]
@@ -61,6 +53,11 @@ class Direction(eqx.Module):
         self.axes = (("in", in_axis), ("units", "embed"), ("terms", "gates"))
 
     @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype that the recurrence takes and gives."""
+        return self.bias.dtype
+
+    @property
     def weights(self) -> Weights:
         """The weights as `zoo.rnn.recurrence` takes them."""
         return Weights(self.weight_ih, self.weight_hh, self.bias)
@@ -69,22 +66,27 @@ class Direction(eqx.Module):
 class Layer(eqx.Module):
     """One recurrent layer: a direction or two, and a norm."""
 
-    directions: tuple[Direction, ...]
+    directions: tuple[Direction | Mixer, ...]
     norm: Norm | None
 
     def __init__(self, config: Config, in_size: int, in_axis: str, *, key: Key[Array, ""]):
-        self.directions = tuple(
-            Direction(config, in_size, in_axis, key=key)
-            for key in jax.random.split(key, 2 if config.bidirectional else 1)
-        )
+        def direction(key: Key[Array, ""]) -> Direction | Mixer:
+            if config.cell not in CHUNKED_CELLS:
+                return Direction(config, in_size, in_axis, key=key)
+            layer = CHUNKED_CELLS[config.cell].layer
+            return layer(config.recurrence, in_size, config.hidden_size, in_axis, key=key)
+
+        keys = jax.random.split(key, 2 if config.bidirectional else 1)
+        self.directions = tuple(map(direction, keys))
         self.norm = make_norm(config.norm, config.width)
 
 
 class State(eqx.Module):
     """The state of a network at the end of a stretch of its rows, to continue from."""
 
-    layers: tuple[tuple[cells.State, ...], ...]
-    """By layer and direction: (h, c) of an LSTM and (h,) of the others, float32[batch, hidden]."""
+    layers: tuple[tuple[PyTree, ...], ...]
+    """By layer and direction, float32[batch, …]: (h, c) of an LSTM; of a cell whose state is a
+    matrix, what its layer says; (h,) of the others."""
     segment_ids: Int[Array, "batch"]
     """The segment that each row is in; 0 before the first."""
 
@@ -156,8 +158,13 @@ class RNN(CastsInputs):
     def initial_state(self, batch_size: int) -> State:
         """A state of zeros for that many rows."""
         zeros = jnp.zeros((batch_size, self.config.hidden_size))
-        state = (zeros,) * CELLS[self.config.cell].num_states
-        layers = tuple((state,) * len(layer.directions) for layer in self.layers)
+
+        def begin(direction: Direction | Mixer) -> PyTree:
+            if isinstance(direction, Direction):
+                return (zeros,) * CELLS[self.config.cell].num_states
+            return direction.initial_state(batch_size)
+
+        layers = tuple(tuple(map(begin, layer.directions)) for layer in self.layers)
         return State(layers, jnp.zeros(batch_size, jnp.int32))
 
     def run(
@@ -226,7 +233,11 @@ class RNN(CastsInputs):
         valid = marks[0].valid
         if valid is not None:
             x_BTD = jnp.where(valid[:, :, None], x_BTD, 0)
-        if config.pooling == "last":
+        if config.pooling == "last" and config.cell in CHUNKED_CELLS:
+            steps = jnp.arange(x_BTD.shape[1], dtype=jnp.int32)[None]
+            last = steps[:, -1:] if valid is None else jnp.where(valid, steps, 0).max(1)[:, None]
+            x_BTD = jnp.take_along_axis(x_BTD, last[:, :, None], 1)
+        elif config.pooling == "last":
             last_BTD = jnp.concatenate([h[:, None] for h, *_ in finals[-1]], -1)
             x_BTD = model._finish(config.num_layers, last_BTD.astype(x_BTD.dtype), key)
         if config.pooling == "mean":
@@ -244,7 +255,7 @@ class RNN(CastsInputs):
         chunks: Chunks | None,
     ) -> tuple[tuple, Float[Array, "batch seq out"]]:
         """All layers over a stretch of time: their final states, and the output of the last."""
-        dtype = self.layers[0].directions[0].bias.dtype
+        dtype = self.layers[0].directions[0].dtype
         if self.embedding is not None:
             x = self.embedding(constrain(x, "batch", "inner_seq"))
         elif marks[0].valid is not None:
@@ -260,20 +271,24 @@ class RNN(CastsInputs):
     def _run_layer(
         self,
         layer: Layer,
-        states: tuple[cells.State, ...],
+        states: tuple[PyTree, ...],
         x_BTI: Float[Array, "batch seq in"],
         marks: tuple[Marks, ...],
         chunks: Chunks | None,
-    ) -> tuple[tuple[cells.State, ...], Float[Array, "batch seq out"]]:
+    ) -> tuple[tuple[PyTree, ...], Float[Array, "batch seq out"]]:
         """The final states, and the directions' h side by side."""
         config = self.config
         if _use_cudnn(config, marks[0]):
-            weights = [direction.weights for direction in layer.directions]
+            weights = [d.weights for d in layer.directions if isinstance(d, Direction)]
             return cudnn_lstm(x_BTI, weights, states, marks[0].valid)
         finals, outputs = [], []
         for index, (direction, state) in enumerate(zip(layer.directions, states, strict=True)):
-            options = Options(config.cell, index == 1, config.hoist, config.unroll)
-            run = functools.partial(recur, options, direction.weights)
+            run: Callable[..., Any]
+            if isinstance(direction, Direction):
+                options = Options(config.cell, index == 1, config.hoist, config.unroll)
+                run = functools.partial(recur, options, direction.weights)
+            else:
+                run = functools.partial(_run_mixer, direction, index == 1)
             final, h_BTH = over_time(chunks, run, state, x_BTI, marks[index], reverse=index == 1)
             finals.append(final)
             outputs.append(h_BTH)
@@ -302,6 +317,15 @@ class RNN(CastsInputs):
     def without_head(self) -> "RNN":
         """The network without the parameters that `hidden` does not use."""
         return self if self.head is None else eqx.tree_at(lambda model: model.head, self, None)
+
+
+def _run_mixer(
+    mixer: Mixer, reverse: bool, state: PyTree, x_BTI: Array, marks: Marks
+) -> tuple[PyTree, Float[Array, "batch seq hidden"]]:
+    """As `recur`, a layer of a cell whose state is a matrix."""
+    turn = lambda x: x[:, ::-1] if reverse else x  # noqa: E731
+    state, y_BTH = mixer(turn(x_BTI), state, jax.tree.map(turn, marks))
+    return state, turn(y_BTH)
 
 
 def _use_cudnn(config: Config, marks: Marks) -> bool:

@@ -60,6 +60,8 @@ LOGICAL_AXES: Mapping[str, Axis] = types.MappingProxyType(
         "head_dim": Axis(None, "minor"),
         "hidden": Axis("tensor"),
         "gates": Axis(None, "major"),
+        "groups": Axis(None),  # of heads that share what their states are asked for
+        "taps": Axis(None, "stack"),  # of a convolution over time
         "routes": Axis(None),  # a router's output for each expert
         "rank": Axis(None),  # of low-rank adapters
         "vocab": Axis("tensor", "end"),

@@ -16,7 +16,7 @@ from jaxtyping import Array, Int32, Key, PyTree
 from zoo import sharding
 from zoo.nn.precision import LossScale
 from zoo.nn.products import is_quantized
-from zoo.nn.stateful import cast, is_kept, is_load_bias
+from zoo.nn.stateful import cast, is_load_bias, is_state
 from zoo.sharding.axes import check_model, is_parameter, keystr
 
 Trainable = Callable[[PyTree], PyTree]  # from a model to a tree of booleans like it
@@ -217,11 +217,12 @@ def _roles(model: PyTree, trainable: Trainable | None) -> PyTree:
     def visit(node: Any, chosen: PyTree) -> PyTree:
         if is_load_bias(node):
             return jax.tree.map(lambda chosen: "moved" if chosen else "kept", chosen)
-        if is_kept(node) or is_quantized(node):
-            return jax.tree.map(lambda _: "kept" if is_kept(node) else "frozen", node)
+        if is_state(node) or is_quantized(node):
+            return jax.tree.map(lambda _: "kept" if is_state(node) else "frozen", node)
         return "trained" if chosen and eqx.is_inexact_array(node) else "frozen"
 
-    return jax.tree.map(visit, model, chosen, is_leaf=lambda x: is_kept(x) or is_quantized(x))
+    is_one = lambda x: is_load_bias(x) or is_state(x) or is_quantized(x)  # noqa: E731
+    return jax.tree.map(visit, model, chosen, is_leaf=is_one)
 
 
 def frozen_leaves(model: PyTree, trainable: Trainable | None) -> PyTree:

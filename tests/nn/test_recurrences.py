@@ -1,0 +1,264 @@
+"""Recurrences whose state is a matrix: by steps in NumPy and float64, by `step`, and by chunks."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import equations
+
+from zoo import sharding
+from zoo.nn.recurrences import gated_deltanet, mamba2, mlstm
+from zoo.nn.recurrences.chunks import Convolution, RecurrenceConfig, recur
+from zoo.nn.recurrences.marks import Marks
+from zoo.nn.stateful import cast
+
+KEY = jax.random.key(0)
+ROWS, HEADS, KEYS, VALUES = 2, 3, 4, 5
+MODULES = {"gated_deltanet": gated_deltanet, "mamba2": mamba2, "mlstm": mlstm}
+LAYERS = {
+    "gated_deltanet": gated_deltanet.GatedDeltaNet,
+    "mamba2": mamba2.Mamba2,
+    "mlstm": mlstm.MLSTM,
+}
+
+
+def by_steps(name, state, tokens, restart, valid):
+    """As the papers write them, one step and one row at a time; the outputs where they count."""
+    state, tokens = jax.tree.map(lambda x: np.asarray(x, np.float64), (state, tokens))
+    out = np.zeros((*tokens[2].shape[:3], VALUES))
+    final = jax.tree.map(np.copy, state)
+    for b in range(ROWS):
+        for n in range(HEADS):
+            s = jax.tree.map(lambda x: x[b, n], state)  # noqa: B023
+            for t in np.nonzero(valid[b])[0]:
+                token = [x[b, t, n] for x in tokens]
+                if restart[b, t]:
+                    s = jax.tree.map(np.zeros_like, s)
+                s, out[b, t, n] = ONE_STEP[name](s, *token)
+            for whole, part in zip(jax.tree.leaves(final), jax.tree.leaves(s), strict=True):
+                whole[b, n] = part
+    return final, out
+
+
+def delta(s, q, k, v, log_decay, rate):
+    s = np.exp(log_decay) * s
+    s = s + np.outer(k, rate * (v - s.T @ k))
+    return s, s.T @ q
+
+
+def ssd(s, c, b, x, log_decay):
+    s = np.exp(log_decay) * s + np.outer(b, x)
+    return s, s.T @ c
+
+
+def exponential(memory, q, k, v, log_forget, log_input):
+    cell, m = memory
+    new = max(log_forget + m, log_input)
+    kept, added = np.exp(log_forget + m - new), np.exp(log_input - new)
+    c = kept * cell[:, :-1] + added * np.outer(k, v)
+    normaliser = kept * cell[:, -1] + added * k
+    h = c.T @ q / (max(abs(normaliser @ q), np.exp(-new)) + 1e-6)
+    return mlstm.Memory(np.concatenate([c, normaliser[:, None]], 1), new), h
+
+
+ONE_STEP = {"gated_deltanet": delta, "mamba2": ssd, "mlstm": exponential}
+
+
+def drawn(name, seq, gates="usual"):
+    """A state, and tokens whose gates are usual ones, all but shut, or wide open."""
+    keys = iter(jax.random.split(jax.random.key(seq), 8))
+    normal = lambda *shape: jax.random.normal(next(keys), shape)
+    shape = (ROWS, seq, HEADS)
+    q, k, v = normal(*shape, KEYS), normal(*shape, KEYS), normal(*shape, VALUES)
+    k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
+    log_decay, rate, log_input = normal(*shape), jax.nn.sigmoid(normal(*shape)), normal(*shape)
+    log_decay = -jax.nn.softplus(2 * log_decay)
+    if gates == "shut":
+        log_decay = jnp.where(log_decay < -1, -90.0, log_decay)
+        rate, log_input = jnp.zeros_like(rate), jnp.full_like(log_input, -15.0)
+    if gates == "open":
+        log_decay, rate = jnp.full_like(log_decay, -1e-6), 2 * jnp.ones_like(rate)
+        log_input = jnp.where(log_input > 0, 15.0, log_input)
+        q, k = jnp.abs(q), jnp.abs(k)  # or a sum near zero would be divided by
+    if name == "mamba2":
+        return normal(ROWS, HEADS, KEYS, VALUES), mamba2.Tokens(q, k, v, log_decay)
+    if name == "gated_deltanet":
+        tokens = gated_deltanet.Tokens(q, k, v, log_decay, rate)
+        return normal(ROWS, HEADS, KEYS, VALUES), tokens
+    memory = mlstm.Memory(normal(ROWS, HEADS, KEYS, VALUES + 1), normal(ROWS, HEADS))
+    return memory, mlstm.Tokens(q, k, v, log_decay, log_input)
+
+
+def marked(seq):
+    """Documents that begin anywhere, and padding before, between and behind them."""
+    rng = np.random.default_rng(seq)
+    restart, valid = rng.random((ROWS, seq)) < 0.1, np.ones((ROWS, seq), bool)
+    if seq > 10:
+        valid[0, :2] = valid[0, -3:] = valid[1, 5:9] = False
+        restart[1, 9] = True
+    return restart & valid, valid
+
+
+def run(name, size):
+    module, config = MODULES[name], RecurrenceConfig(num_heads=HEADS, chunk=size)
+    return jax.jit(functools.partial(recur, module.step, module.chunk, config))
+
+
+def assert_close(found, expected, tolerance=1e-5):
+    leaves = jax.tree.leaves(found)
+    assert leaves
+    for x, y in zip(leaves, jax.tree.leaves(expected), strict=True):
+        assert np.isfinite(x).all()
+        np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * max(1, np.abs(y).max()))
+
+
+@pytest.mark.parametrize("gates", ["usual", "shut", "open"])
+@pytest.mark.parametrize("seq", [1, 63, 75, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", MODULES)
+def test_chunks_are_the_steps_of_the_paper(name, seq, gates):
+    state, tokens = drawn(name, seq, gates)
+    restart, valid = marked(seq)
+    final, out = by_steps(name, state, tokens, restart, valid)
+    marks = Marks(jnp.asarray(valid), jnp.asarray(restart))
+    ours, y = run(name, 16)(state, tokens, marks)
+    assert_close((ours, np.where(valid[..., None, None], y, 0)), (final, out))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_one_step_is_that_of_the_paper(name):
+    state, tokens = drawn(name, 1)
+    always = np.ones((ROWS, 1), bool)
+    assert_close(
+        run(name, 16)(state, tokens, Marks()), by_steps(name, state, tokens, ~always, always)
+    )
+
+
+@pytest.mark.parametrize("gates", ["usual", "shut", "open"])
+@pytest.mark.parametrize("name", MODULES)
+def test_gradients_of_chunks_are_those_of_steps(name, gates):
+    """Of the final state too; each step, verified above, is differentiated by autodiff."""
+    seq = 37
+    state, tokens = drawn(name, seq, gates)
+    module, config = MODULES[name], RecurrenceConfig(num_heads=HEADS, chunk=8)
+
+    def steps(state, tokens):
+        order = jax.tree.map(lambda x: x.swapaxes(0, 1), tokens)
+        state, out = jax.lax.scan(module.step, state, order)
+        return state, out.swapaxes(0, 1)
+
+    def chunks(state, tokens):
+        return recur(module.step, module.chunk, config, state, tokens, Marks())
+
+    def loss(function, arguments):
+        leaves = jax.tree.leaves(function(*arguments))
+        weights = (jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape) for x in leaves)
+        return sum((x * w).sum() for x, w in zip(leaves, weights, strict=True))
+
+    expected, found = (
+        jax.jit(jax.grad(functools.partial(loss, f)))((state, tokens)) for f in (steps, chunks)
+    )
+    assert_close(found, expected, 2e-5)
+
+
+@pytest.mark.parametrize("size", [1, 5, 8])
+def test_inverse_and_its_gradient_are_those_of_numpy(size):
+    lower = jnp.tril(3 * jax.random.normal(KEY, (2, size, size)), -1)
+    inverse = jax.jit(gated_deltanet.unit_lower_inverse)(lower)
+    expected = np.linalg.inv(np.asarray(lower, np.float64) + np.eye(size))
+    assert_close(inverse, expected)
+    weights = jnp.cos(jnp.arange(2.0 * size * size)).reshape(inverse.shape)
+    found = jax.grad(lambda x: (gated_deltanet.unit_lower_inverse(x) * weights).sum())(lower)
+    turned = expected.swapaxes(1, 2)
+    assert_close(found, np.tril(-turned @ np.asarray(weights, np.float64) @ turned, -1))
+
+
+def test_convolutions_are_sums_over_the_steps_of_a_document():
+    model = Convolution(3, 2, 1, axis="heads", bias=True, key=KEY)
+    model = eqx.tree_at(lambda c: c.bias, model, jnp.asarray([[0.5], [-0.5]]))
+    x = np.random.default_rng(0).normal(size=(3, 9, 2, 1)).astype("f4")
+    documents = np.asarray([[1] * 9, [0, 0, 1, 1, 2, 2, 2, 0, 0], [1, 2, 0, 0, 3, 3, 3, 3, 3]])
+    restart = np.zeros((3, 9), bool)
+    restart[1, 4] = restart[2, 1] = restart[2, 4] = True
+    before = np.random.default_rng(1).normal(size=(3, 2, 2, 1)).astype("f4")
+    marks = Marks(jnp.asarray(documents > 0), jnp.asarray(restart))
+    after, y = eqx.filter_jit(model)(jnp.asarray(x), jnp.asarray(before), marks)
+    weight = np.asarray(model.weight)
+    for row in range(3):
+        read, current = list(before[row]), 1
+        for t in np.nonzero(documents[row])[0]:
+            if documents[row, t] != current:
+                read, current = [np.zeros((2, 1))] * 2, documents[row, t]
+            read = [*read[-2:], x[row, t]]
+            z = sum(w * r for w, r in zip(weight, read, strict=True)) + model.bias
+            np.testing.assert_allclose(y[row, t], z / (1 + np.exp(-z)), atol=1e-6)
+        np.testing.assert_allclose(after[row], np.stack(read[-2:]), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_in_bf16_keep_gates_and_states_in_fp32(name):
+    config = RecurrenceConfig(num_heads=2, chunk=8)
+    layer = LAYERS[name](config, 16, 16, "embed", key=KEY)
+    low = cast(layer, jnp.bfloat16)
+    assert {x.dtype for x in jax.tree.leaves(low.gates)} == {jnp.dtype("float32")}
+    assert {low.dtype, low.wo.dtype} == {jnp.dtype("bfloat16")}
+    x = jax.random.normal(KEY, (2, 20, 16))
+
+    def outputs(layer, x):
+        return layer(x, layer.initial_state(2), Marks())
+
+    state, y = eqx.filter_jit(outputs)(low, x.astype(jnp.bfloat16))
+    assert y.dtype == jnp.bfloat16
+    assert {s.dtype for s in jax.tree.leaves(state)} == {jnp.dtype("float32")}
+    _, expected = eqx.filter_jit(outputs)(layer, x)
+    error = jnp.linalg.norm(y.astype(jnp.float32) - expected) / jnp.linalg.norm(expected)
+    assert error < 0.02
+    found = equations(jax.make_jaxpr(lambda x: outputs(layer, x))(x))
+    products = [e for e in found if e.primitive.name == "dot_general"]
+    states = [e for e in products if e.params["dimension_numbers"][1][0]]  # with batch axes
+    assert len(states) >= 4
+    assert all("HIGHEST" in str(e.params["precision"]) for e in states)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_products_are_counted(name):
+    """Against the products of the program, for one chunk."""
+    config = RecurrenceConfig(num_heads=2, key_dim=6, value_dim=10, chunk=16)
+    layer = LAYERS[name](config, 24, 32, "embed", key=KEY)
+    x = jax.ShapeDtypeStruct((3, 16, 24), jnp.float32)
+    jaxpr = jax.make_jaxpr(lambda x: layer(x, layer.initial_state(3), Marks()))(x)
+    count = 0
+    for e in equations(jaxpr):
+        if e.primitive.name == "dot_general":
+            (left, _), _ = e.params["dimension_numbers"]
+            inner = np.prod([e.invars[0].aval.shape[axis] for axis in left])
+            count += np.prod(e.outvars[0].aval.shape) * inner
+    assert count / 48 == pytest.approx(MODULES[name].num_products(config, 24, 32, 16), rel=0.03)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_temporaries_do_not_grow_with_the_square_of_a_row(name):
+    layer = LAYERS[name](RecurrenceConfig(num_heads=2, chunk=16), 16, 16, "embed", key=KEY)
+    arrays, static = eqx.partition(layer, eqx.is_array)
+
+    def temporary_bytes(seq):
+        def loss(arrays, x):
+            layer = eqx.combine(arrays, static)
+            return layer(x, layer.initial_state(2), Marks())[1].sum()
+
+        x = jax.ShapeDtypeStruct((2, seq, 16), jnp.float32)
+        compiled = jax.jit(jax.grad(loss)).lower(arrays, x).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes(512) < 2.2 * temporary_bytes(256)
+
+
+def test_projections_on_a_mesh_are_split_by_heads():
+    mesh = sharding.make_mesh("tensor=2")
+    config = RecurrenceConfig(num_heads=2)
+    for make in LAYERS.values():
+        layer = make(config, 16, 16, "embed", key=KEY)
+        specs = sharding.shardings(eqx.filter(layer, eqx.is_array), mesh)
+        assert specs.wz.spec[1] == specs.wo.spec[0] == "tensor"
