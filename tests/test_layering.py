@@ -69,7 +69,7 @@ CEILINGS = {
     "common": 1350,
     "sharding": 1420,
     "nn": 3690,
-    "transformer": 1310,
+    "transformer": 1315,
     "rnn": 925,
     "mlp": 220,
     "bert": 200,

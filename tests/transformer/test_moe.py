@@ -242,6 +242,26 @@ def test_rows_go_in_rounds_only_where_a_device_gets_too_many(
     assert_trees_close(many, OF_LAYER_ON_ONE_DEVICE(skewed), rtol=1e-5)
 
 
+def test_members_of_an_ensemble_have_loads_of_their_own():
+    """One of the two has too many rows for a device, which `vmap` computes both branches for."""
+    x_BTE = jax.random.normal(jax.random.key(0), (8, 6, 16)).at[..., 0].set(4.0)
+    made = [layer(dispatch="all_to_all", buffer=2.0)] * 2
+    skewed = made[1].router.at[0].set(jnp.arange(EXPERTS, dtype=jnp.float32))
+    made[1] = eqx.tree_at(lambda made: made.router, made[1], skewed)
+    both = jax.tree.map(lambda *x: jnp.stack(x), *(eqx.filter(x, eqx.is_array) for x in made))
+    static = eqx.filter(made[0], eqx.is_array, inverse=True)
+
+    def loss(arrays: Any) -> jax.Array:
+        made = eqx.combine(arrays, static)
+        return jnp.sin(unshard(made)(x_BTE, jnp.ones((8, 6)))[0]).sum()
+
+    def run(spec: str) -> Any:
+        with sharding.use(zoo.make_mesh(spec)):
+            return copy(jax.jit(jax.vmap(jax.value_and_grad(loss)))(both))
+
+    assert_trees_close(run("fsdp=2,expert=4"), run(""), rtol=1e-5)
+
+
 def exchange_as_documented(
     operand: Any, output: Any, *offsets_and_sizes: Any, axis_name: Any
 ) -> jax.Array:

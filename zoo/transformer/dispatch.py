@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from zoo.nn.products import custom_vjp, device_kind, platform
 from zoo.nn.remat import KEPT, POLICIES
@@ -201,13 +201,13 @@ def _by_all_to_all(
     room = min(math.ceil(buffer * flat.chosen.size / others), most)
     rounds, nobody = math.ceil(most / room), parts * others * num_local
 
-    def at_once(routed: Routed, room: int = room) -> Array:
-        return _one_round(experts, routed, matrices, split, parts, others, room)
+    def round_(routed: Routed, room: int, fits: Bool[Array, ""] | bool = True) -> Array:
+        return _one_round(experts, routed, matrices, split, parts, others, room, fits)
 
     # Only a round's inputs and orders are kept, or all rounds together would keep all rows.
     @functools.partial(jax.checkpoint, policy=POLICIES["full"], prevent_cse=False)
     def one(_: None, routed: Routed) -> tuple[None, Array]:
-        return None, at_once(routed, parts * routed.chosen.size)
+        return None, round_(routed, parts * routed.chosen.size)
 
     def in_rounds(routed: Routed) -> Array:
         padding = -len(routed.x) % rounds
@@ -222,10 +222,12 @@ def _by_all_to_all(
             return jax.lax.scan(one, None, each)[1].reshape(-1, x.shape[-1])[: len(x)]
 
     if rounds == 1:
-        return at_once(flat).reshape(routed.x.shape)
+        return round_(flat, room).reshape(routed.x.shape)
     devices_D = jnp.arange(parts * others, dtype=jnp.int32)
     sent_D = (flat.chosen.reshape(-1, 1) // num_local == devices_D[None]).sum(0)
     got = jax.lax.pmax(jax.lax.psum(sent_D, split.exchanged).max(), mesh.axis_names)
+    # Members of an ensemble take both branches: what does not fit is not sent in the first.
+    at_once = functools.partial(round_, room=room, fits=got <= room)
     return jax.lax.cond(got <= room, at_once, in_rounds, flat).reshape(routed.x.shape)
 
 
@@ -237,10 +239,11 @@ def _one_round(
     parts: int,
     others: int,
     room: int,
+    fits: Bool[Array, ""] | bool,
 ) -> Float[Array, "tokens embed"]:
     """Rows sent to the devices of their experts, multiplied there, and sent back.
 
-    No device gets more of them than it has `room` for.
+    That is if each device has `room` for the rows that it gets, as `fits` says.
     """
     num_local, choices = matrices[0].shape[0], routed.chosen.shape[-1]
     device_R, expert_R = jnp.divmod(routed.chosen.reshape(-1), num_local)
@@ -249,6 +252,7 @@ def _one_round(
     mine_R = (device_R % others == here) & (device_R < parts * others)
     expert_R = jnp.where(mine_R, device_R // others * num_local + expert_R, parts * num_local)
     order, sizes = _in_order(expert_R, parts * num_local)
+    sizes = jnp.where(fits, sizes, jnp.zeros_like(sizes))
     sizes_SDX = jax.lax.all_gather(sizes.reshape(parts, num_local), split.exchanged)
     sizes_SX = sizes_SDX[:, jax.lax.axis_index(split.exchanged)]
 
