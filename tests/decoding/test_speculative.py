@@ -84,7 +84,7 @@ def test_tokens_read_at_once_equal_those_read_one_by_one(name: str):
 )
 def test_greedy_tokens_are_those_of_the_model(names: tuple[str, str]):
     model = model_of(names[0])
-    options: dict = {"max_new_tokens": 21, "temperature": 0.0}
+    options: dict = {"max_new_tokens": 17, "temperature": 0.0}  # which just fill a cache of 32
     plain, logs = zoo.generate(model, PROMPTS, logprobs=True, **options)
     # One that agrees now and then, and one that always does.
     for draft in (near(model_of(names[1]), 0.5), near(model, 0.0)):
@@ -96,6 +96,12 @@ def test_greedy_tokens_are_those_of_the_model(names: tuple[str, str]):
         assert np.array(list(zoo.stream(model, PROMPTS, **draft_options))).T.tolist() == [
             row[len(ids) :] for row, ids in zip(plain, PROMPTS, strict=True)
         ]
+
+
+def test_a_cache_has_room_for_drafts_beyond_the_last_token():
+    model = model_of("unwindowed")
+    lengths = [Rows(model, [[1, 2]], 17, (), *draft).length for draft in ((), (model, 3))]
+    assert lengths == [32, 64]
 
 
 def test_rows_end_with_their_stop_tokens():
