@@ -62,7 +62,8 @@ TESTS = {
     "nn/attention/masks": "test_attention | test_context_parallel -k is_that_of_whole_ones",
     "nn/precision": "test_precision | test_step -k 'fp16 or bf16'",
     "nn/products": "test_precision -k 'product or matmul or bf16 or frozen or cast' "
-    "| test_precision | test_products | test_rounded_products | test_quantized | test_lora",
+    "| test_precision | test_products | test_rounded_products | test_quantized "
+    "| test_lora | test_moe",
     "nn/remat": "test_remat",
     "publishing/models": "test_lora",
     "quantization/codes": "test_quantized | test_hf_quantized",
