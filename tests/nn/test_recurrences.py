@@ -1,6 +1,7 @@
 """Recurrences whose state is a matrix: by steps in NumPy and float64, by `step`, and by chunks."""
 
 import functools
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -14,8 +15,10 @@ from zoo.nn.recurrences import gated_deltanet, mamba2, mlstm
 from zoo.nn.recurrences.chunks import Convolution, RecurrenceConfig, recur
 from zoo.nn.recurrences.marks import Marks
 from zoo.nn.stateful import cast
+from zoo.sharding.axes import keystr
 
 KEY = jax.random.key(0)
+GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "recurrences.npz")
 ROWS, HEADS, KEYS, VALUES = 2, 3, 4, 5
 MODULES = {"gated_deltanet": gated_deltanet, "mamba2": mamba2, "mlstm": mlstm}
 LAYERS = {
@@ -105,6 +108,75 @@ def marked(seq):
 def run(name, size):
     module, config = MODULES[name], RecurrenceConfig(num_heads=HEADS, chunk=size)
     return jax.jit(functools.partial(recur, module.step, module.chunk, config))
+
+
+def layer_of(name, golden):
+    """The layer with a golden one's weights, or with their gradients."""
+    w = {key: jnp.asarray(array) for key, array in golden.items()}
+    sizes = {
+        "gated_deltanet": {"num_heads": 4, "num_key_heads": 2, "key_dim": 5, "value_dim": 6},
+        "mamba2": {"num_heads": 4, "num_key_heads": 2, "key_dim": 5, "value_dim": 6},
+        "mlstm": {"num_heads": 2, "key_dim": 3, "value_dim": 6},
+    }[name]
+    taps = {} if name == "mlstm" else {"taps": 3}
+    layer = LAYERS[name](RecurrenceConfig(**sizes, **taps, chunk=8), 12, 12, "embed", key=KEY)
+    new = {"wo": w["out_proj.weight"].T.reshape(layer.wo.shape)}
+    heads = lambda x, count: x.reshape(count, -1, 12).transpose(2, 0, 1)
+    if name == "mlstm":
+        new |= {"wq": heads(w["q.weight"], 2), "wk": heads(w["k.weight"], 2)}
+        new |= {"wv": heads(w["v.weight"], 2), "wz": heads(w["ogate_preact.weight"], 2)}
+        new |= {"wf": w["fgate_preact.weight"].T, "wi": w["igate_preact.weight"].T}
+        new |= {"gates.forget": w["fgate_preact.bias"], "gates.input": w["igate_preact.bias"]}
+        new |= {"norm_scale": w["multihead_norm.weight"].reshape(2, 6)}
+    else:
+        taps_first = lambda x: x[:, 0].T  # of conv1d, whose channels are the heads' in a row
+        conv = taps_first(w["conv1d.weight"])
+        new |= {"gates.log_rate": w["A_log"], "gates.bias": w["dt_bias"]}
+    if name == "gated_deltanet":  # each key head with the values, and the gates, of its two heads
+        parts = jnp.split(w["in_proj_qkvz.weight"].reshape(2, 34, 12), [5, 10, 22], axis=1)
+        q, k, v, z = (x.transpose(2, 0, 1) for x in parts)
+        b, a = jnp.split(w["in_proj_ba.weight"].reshape(2, 4, 12), 2, axis=1)
+        new |= {"wq": q, "wk": k, "wv": v.reshape(12, 4, 6), "wz": z.reshape(12, 4, 6)}
+        new |= {"wa": a.reshape(4, 12).T, "wb": b.reshape(4, 12).T, "norm.scale": w["norm.weight"]}
+        conv_q, conv_k, conv_v = jnp.split(conv, [10, 20], axis=1)
+        new |= {"conv_q.weight": conv_q.reshape(3, 2, 5), "conv_k.weight": conv_k.reshape(3, 2, 5)}
+        new |= {"conv_v.weight": conv_v.reshape(3, 4, 6)}
+    if name == "mamba2":
+        z, x, b, c, dt = jnp.split(w["in_proj.weight"], [24, 48, 58, 68], axis=0)
+        new |= {"wz": heads(z, 4), "wx": heads(x, 4), "wb": heads(b, 2), "wc": heads(c, 2)}
+        new |= {"wdt": dt.T, "gates.skip": w["D"], "norm_scale": w["norm.weight"].reshape(4, 6)}
+        for part, weight, bias in zip(
+            ("conv_x", "conv_b", "conv_c"),
+            jnp.split(conv, [24, 34], axis=1),
+            jnp.split(w["conv1d.bias"], [24, 34]),
+            strict=True,
+        ):
+            shape = getattr(layer, part).weight.shape
+            new |= {
+                f"{part}.weight": weight.reshape(shape),
+                f"{part}.bias": bias.reshape(shape[1:]),
+            }
+    leaves = {keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(layer)}
+    assert leaves.keys() == new.keys()
+    assert {k: x.shape for k, x in leaves.items()} == {k: x.shape for k, x in new.items()}
+    return jax.tree_util.tree_map_with_path(lambda path, _: new[keystr(path)], layer)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_and_their_gradients_are_those_of_transformers(name):
+    golden = {k.removeprefix(f"{name}/"): GOLDEN[k] for k in GOLDEN.files if k.startswith(name)}
+    layer = layer_of(name, golden)
+
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def loss(arguments):
+        layer, x = arguments
+        y = layer(x, layer.initial_state(2), Marks())[1]
+        return (y * golden["dy"]).sum(), y
+
+    (_, y), (d_layer, dx) = jax.jit(loss)((layer, jnp.asarray(golden["x"])))
+    gradients = {k: golden.get(f"d_{k}", golden[k]) for k in golden}
+    assert_close(y, golden["y"])
+    assert_close((d_layer, dx), (layer_of(name, gradients), golden["dx"]), 2e-5)
 
 
 def assert_close(found, expected, tolerance=1e-5):

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from zoo.nn.layers import RMSNorm, normal
+from zoo.nn.layers import normal
 from zoo.nn.products import Operand, matmul
 from zoo.nn.recurrences.chunks import (
     Convolution,
@@ -32,6 +32,7 @@ from zoo.nn.recurrences.marks import Marks
 from zoo.nn.stateful import InFloat32
 from zoo.sharding import constrain
 
+EPS = 1e-5
 State = Float[Array, "batch heads keys values"]
 
 
@@ -78,7 +79,7 @@ class Gates(InFloat32):
 
 
 class Mamba2(eqx.Module):
-    """The layer: projections, convolutions of x, B and C, and a norm of the gated output."""
+    """The layer: projections, convolutions of x, B and C, a norm of the gated output."""
 
     wz: Float[Array, "in heads head_dim"] | Operand
     wx: Float[Array, "in heads head_dim"] | Operand
@@ -90,7 +91,7 @@ class Mamba2(eqx.Module):
     conv_b: Convolution
     conv_c: Convolution
     gates: Gates
-    norm: RMSNorm
+    norm_scale: Float[Array, "heads head_dim"]
     config: RecurrenceConfig = eqx.field(static=True)
     axes: tuple[tuple[str, str], ...] = eqx.field(static=True)
 
@@ -118,13 +119,13 @@ class Mamba2(eqx.Module):
             for k in keys[7:9]
         )
         self.gates = Gates(*draw_gates(keys[9], heads), jnp.ones(heads))
-        self.norm = RMSNorm(heads * size, axis="heads", eps=1e-5)
+        self.norm_scale = jnp.ones((heads, size))
         self.config, self.axes = config, (("in", in_axis),)
 
     @property
     def dtype(self) -> jnp.dtype:
         """The dtype that the layer takes and gives."""
-        return self.norm.scale.dtype
+        return self.norm_scale.dtype
 
     def initial_state(self, batch_size: int) -> tuple:
         """Zeros: what the convolutions have read, and the matrices."""
@@ -153,9 +154,17 @@ class Mamba2(eqx.Module):
         matrices, out = recur(step, chunk, self.config, matrices, tokens, marks)
         out = out + self.gates.skip[None, None, :, None] * values
         out = out * jax.nn.silu(matmul(x, self.wz, dtype=jnp.float32))
-        normed = self.norm(out.reshape(*out.shape[:2], -1)).reshape(out.shape).astype(x.dtype)
-        normed = constrain(normed, "batch", "inner_seq", "heads", "head_dim")
-        return (read_x, read_b, read_c, matrices), matmul(normed, self.wo, contract=2)
+        out = self._normed(out).astype(x.dtype)
+        out = constrain(out, "batch", "inner_seq", "heads", "head_dim")
+        return (read_x, read_b, read_c, matrices), matmul(out, self.wo, contract=2)
+
+    def _normed(self, out: Float[Array, "batch seq heads values"]) -> Array:
+        """RMSNorm over the heads of each group."""
+        groups = self.wb.shape[1]
+        grouped = out.reshape(*out.shape[:2], groups, -1)
+        scale = jax.lax.rsqrt(jnp.square(grouped).mean(-1, keepdims=True) + EPS)
+        out = (grouped * scale).reshape(out.shape)
+        return out * self.norm_scale.astype(jnp.float32)[None, None]
 
 
 def num_products(config: RecurrenceConfig, in_size: int, width: int, size: int) -> int:
