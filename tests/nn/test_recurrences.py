@@ -12,8 +12,9 @@ from helpers import equations
 
 from zoo import sharding
 from zoo.nn.recurrences import gated_deltanet, mamba2, mlstm
-from zoo.nn.recurrences.chunks import Convolution, RecurrenceConfig, recur
+from zoo.nn.recurrences.chunks import Convolution, RecurrenceConfig
 from zoo.nn.recurrences.marks import Marks
+from zoo.nn.recurrences.parts import recur
 from zoo.nn.stateful import cast
 from zoo.sharding.axes import keystr
 
@@ -106,8 +107,14 @@ def marked(seq):
 
 
 def run(name, size):
-    module, config = MODULES[name], RecurrenceConfig(num_heads=HEADS, chunk=size)
-    return jax.jit(functools.partial(recur, module.step, module.chunk, config))
+    config = RecurrenceConfig(num_heads=HEADS, chunk=size)
+    return jax.jit(functools.partial(read, name, config))
+
+
+def read(name, config, *arguments):
+    """The state behind rows, and the outputs of their steps."""
+    state, out = recur(MODULES[name].RECURRENCE, config, *arguments)
+    return state, mlstm._normalised(out) if name == "mlstm" else out
 
 
 def layer_of(name, golden):
@@ -214,15 +221,16 @@ def test_gradients_of_chunks_are_those_of_steps(name, gates):
     """Of the final state too; each step, verified above, is differentiated by autodiff."""
     seq = 37
     state, tokens = drawn(name, seq, gates)
-    module, config = MODULES[name], RecurrenceConfig(num_heads=HEADS, chunk=8)
+    config = RecurrenceConfig(num_heads=HEADS, chunk=8)
 
     def steps(state, tokens):
-        order = jax.tree.map(lambda x: x.swapaxes(0, 1), tokens)
-        state, out = jax.lax.scan(module.step, state, order)
-        return state, out.swapaxes(0, 1)
+        order = jax.tree.map(lambda x: x.swapaxes(0, 1)[:, :, None], tokens)
+        one = lambda state, token: read(name, config, state, token, Marks())
+        state, out = jax.lax.scan(one, state, order)
+        return state, out[:, :, 0].swapaxes(0, 1)
 
     def chunks(state, tokens):
-        return recur(module.step, module.chunk, config, state, tokens, Marks())
+        return read(name, config, state, tokens, Marks())
 
     def loss(function, arguments):
         leaves = jax.tree.leaves(function(*arguments))
@@ -233,6 +241,35 @@ def test_gradients_of_chunks_are_those_of_steps(name, gates):
         jax.jit(jax.grad(functools.partial(loss, f)))((state, tokens)) for f in (steps, chunks)
     )
     assert_close(found, expected, 2e-5)
+
+
+@pytest.mark.parametrize("spec", ["context=4", "data=2,context=2,tensor=2", "context=8"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_rows_in_parts_are_those_of_one_device(name, spec):
+    """Outputs, final states and gradients; documents and padding go across the parts' borders."""
+    layer = LAYERS[name](RecurrenceConfig(num_heads=2, key_dim=3, chunk=4), 8, 8, "embed", key=KEY)
+    valid = np.ones((2, 32), bool)
+    valid[0, :5] = valid[1, 14:22] = False
+    restart = np.zeros((2, 32), bool)
+    restart[0, 9] = restart[0, 23] = restart[1, 22] = True
+    marks = Marks(jnp.asarray(valid), jnp.asarray(restart))
+    x = jax.random.normal(KEY, (2, 32, 8))
+    state = jax.tree.map(lambda x: jax.random.normal(KEY, x.shape), layer.initial_state(2))
+
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def loss(arguments):
+        layer, x, state = arguments
+        final, y = layer(sharding.constrain(x, "batch", "inner_seq", "embed"), state, marks)
+        y = jnp.where(marks.valid[:, :, None], y, 0)
+        leaves = [y, *jax.tree.leaves(final)]
+        weights = (jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape) for x in leaves)
+        return sum((x * w).sum() for x, w in zip(leaves, weights, strict=True)), leaves
+
+    (_, expected), gradients = jax.jit(loss)((layer, x, state))
+    with sharding.use(sharding.make_mesh(spec)):
+        (_, found), of_mesh = jax.jit(loss)((layer, x, state))
+    assert_close(found, expected)
+    assert_close(of_mesh, gradients)
 
 
 @pytest.mark.parametrize("size", [1, 5, 8])

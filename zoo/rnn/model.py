@@ -209,9 +209,11 @@ class RNN(CastsInputs):
             inputs.ndim == (2 if config.in_size is None else 3),
             f"inputs of shape {inputs.shape}: [batch, seq] token ids, or [batch, seq, in_size]",
         )
-        if split := split_by("inner_seq"):
+        split = split_by("inner_seq")
+        if split and (config.cell in CELLS or config.chunks(1) is not None):
             raise ShardingError(
-                f"{split} of the mesh splits the steps of a row, which run one after another here; "
+                f"{split} of the mesh splits the steps of a row, which run one after another with "
+                f"cell={config.cell!r}, remat={config.remat!r} and truncate={config.truncate}; "
                 "take a mesh without that axis"
             )
         marks, segments = make_marks(segment_ids, mask, state.segment_ids)

@@ -118,11 +118,7 @@ def decay(log_decay_BTN: Float[Array, "batch seq heads"], marks: Marks) -> Decay
     Each entry is a sum of its own: a difference of two sums from the start would lose the small
     ones behind a large one, and -inf.
     """
-    if marks.valid is not None:
-        log_decay_BTN = jnp.where(marks.valid[:, :, None], log_decay_BTN, 0.0)
-    if marks.restart is not None:
-        log_decay_BTN = jnp.where(marks.restart[:, :, None], -jnp.inf, log_decay_BTN)
-    log_BNT = log_decay_BTN.swapaxes(1, 2)
+    log_BNT = heads_first(_marked(log_decay_BTN, marks))
     steps = jnp.arange(log_BNT.shape[-1])
     later = steps[:, None] > steps[None]
     added = jnp.where(later[None, None], log_BNT[..., None], 0.0)
@@ -131,22 +127,58 @@ def decay(log_decay_BTN: Float[Array, "batch seq heads"], marks: Marks) -> Decay
     return Decay(within, lax.cumsum(log_BNT, axis=2))
 
 
-def recur(
-    step: Callable[[PyTree, Any], tuple[PyTree, Array]],
-    chunk: Callable[[PyTree, Any, Marks], tuple[PyTree, Array]],
-    config: RecurrenceConfig,
-    state: PyTree,
-    tokens: Any,
-    marks: Marks,
+def left_of_start(
+    log_decay_BTN: Float[Array, "batch seq heads"], marks: Marks
+) -> Float[Array, "batch seq heads"]:
+    """The logarithm of what is left behind each step of the state before the first."""
+    return lax.cumsum(_marked(log_decay_BTN, marks), axis=1)
+
+
+def _marked(log_decay_BTN: Array, marks: Marks) -> Float[Array, "batch seq heads"]:
+    if marks.valid is not None:
+        log_decay_BTN = jnp.where(marks.valid[:, :, None], log_decay_BTN, 0.0)
+    if marks.restart is not None:
+        log_decay_BTN = jnp.where(marks.restart[:, :, None], -jnp.inf, log_decay_BTN)
+    return log_decay_BTN
+
+
+class Part(NamedTuple):
+    """A part of each row, and what came of it."""
+
+    tokens: Any
+    marks: Marks
+    state: PyTree
+    outputs: Float[Array, "batch seq heads values"]
+
+
+class Recurrence(NamedTuple):
+    """A recurrence over states [batch, heads, …] and steps [batch, seq, heads, …]."""
+
+    step: Callable[[PyTree, Any], tuple[PyTree, Array]]
+    """The state behind one step of each row, and its output."""
+    chunk: Callable[[PyTree, Any, Marks], tuple[PyTree, Array]]
+    """The same of some steps at once."""
+    open: Callable[[PyTree, Any], tuple[PyTree, Any]]
+    """The state and the steps by which a part is read to say what it makes of any state."""
+    summary: Callable[[Part], PyTree]
+    """What such a part makes of any state."""
+    after: Callable[[PyTree, PyTree], PyTree]
+    """The state behind a part, of the state before it and the part's summary."""
+    outputs: Callable[[PyTree, Part], Array]
+    """The part's outputs, of the state before it."""
+
+
+def in_chunks(
+    recurrence: Recurrence, config: RecurrenceConfig, state: PyTree, tokens: Any, marks: Marks
 ) -> tuple[PyTree, Float[Array, "batch seq heads values"]]:
-    """Run a recurrence over the arrays [batch, seq, …] of a row, by chunks, or by its one step."""
+    """Run a recurrence over rows by chunks, or over one step by its step."""
     seq = jax.tree.leaves(tokens)[0].shape[1]
     if seq == 1 and marks.valid is None and marks.restart is None:
-        state, out = step(state, jax.tree.map(lambda x: x[:, 0], tokens))
+        state, out = recurrence.step(state, jax.tree.map(lambda x: x[:, 0], tokens))
         return state, out[:, None]
     size = config.chunk_size
     chunks = None if seq <= size else Chunks(size, truncate=False, remat="none")
-    return over_time(chunks, chunk, state, tokens, marks)
+    return over_time(chunks, recurrence.chunk, state, tokens, marks)
 
 
 class Convolution(eqx.Module):

@@ -22,18 +22,21 @@ from zoo.nn.layers import RMSNorm, normal
 from zoo.nn.products import Operand, matmul
 from zoo.nn.recurrences.chunks import (
     Convolution,
+    Part,
+    Recurrence,
     RecurrenceConfig,
     decay,
     draw_gates,
     einsum,
     heads_first,
-    recur,
 )
 from zoo.nn.recurrences.marks import Marks
+from zoo.nn.recurrences.parts import recur
 from zoo.nn.stateful import InFloat32
 from zoo.sharding import constrain
 
 State = Float[Array, "batch heads keys values"]
+Opened = Float[Array, "batch heads keys values_and_keys"]
 
 
 class Tokens(NamedTuple):
@@ -75,6 +78,27 @@ def chunk(
     left = within[:, :, -1, :, None] * k
     state = start[:, :, -1:] * state + einsum("bntk,bntv->bnkv", left, written)
     return state, heads_first(out)
+
+
+def _open(state: State, tokens: Tokens) -> tuple[Opened, Tokens]:
+    """Zeros, and beside them the identity, of which the steps make the part's transition."""
+    keys = state.shape[2]
+    identity = jnp.broadcast_to(jnp.eye(keys), (*state.shape[:3], keys))
+    v = jnp.pad(tokens.v, ((0, 0), (0, 0), (0, 0), (0, keys)))
+    return jnp.concatenate([jnp.zeros_like(state), identity], -1), tokens._replace(v=v)
+
+
+def _after(state: State, summary: Opened) -> State:
+    made, transition = jnp.split(summary, [state.shape[-1]], -1)
+    return made + einsum("bnij,bnjv->bniv", transition, state)
+
+
+def _outputs(state: State, part: Part) -> Float[Array, "batch seq heads values"]:
+    own, transitions = jnp.split(part.outputs, [state.shape[-1]], -1)
+    return own + einsum("bnkv,btnk->btnv", state, transitions)
+
+
+RECURRENCE = Recurrence(step, chunk, _open, lambda part: part.state, _after, _outputs)
 
 
 @jax.custom_jvp
@@ -194,7 +218,7 @@ class GatedDeltaNet(eqx.Module):
             self.gates(matmul(x, self.wa, dtype=jnp.float32)),
             2 * rate if self.config.negative_eigenvalues else rate,
         )
-        matrices, out = recur(step, chunk, self.config, matrices, tokens, marks)
+        matrices, out = recur(RECURRENCE, self.config, matrices, tokens, marks)
         z = matmul(x, self.wz, dtype=jnp.float32)
         out = _split((self.norm(out) * jax.nn.silu(z)).astype(x.dtype), "heads")
         return (read_q, read_k, read_v, matrices), matmul(out, self.wo, contract=2)

@@ -21,14 +21,17 @@ from zoo.nn.layers import normal
 from zoo.nn.products import Operand, matmul
 from zoo.nn.recurrences.chunks import (
     Convolution,
+    Part,
+    Recurrence,
     RecurrenceConfig,
     decay,
     draw_gates,
     einsum,
     heads_first,
-    recur,
+    left_of_start,
 )
 from zoo.nn.recurrences.marks import Marks
+from zoo.nn.recurrences.parts import recur
 from zoo.nn.stateful import InFloat32
 from zoo.sharding import constrain
 
@@ -68,6 +71,28 @@ def chunk(
     left = within[:, :, -1, :, None] * b
     state = start[:, :, -1:] * state + einsum("bntk,bntv->bnkv", left, x)
     return state, heads_first(out)
+
+
+def _open(state: State, tokens: Tokens) -> tuple[State, Tokens]:
+    return jnp.zeros_like(state), tokens
+
+
+def _summary(part: Part) -> tuple[State, Float[Array, "batch heads"]]:
+    """What the part adds, and the share that it leaves of the state before it."""
+    return part.state, jnp.exp(left_of_start(part.tokens.log_decay, part.marks)[:, -1])
+
+
+def _after(state: State, summary: tuple[State, Float[Array, "batch heads"]]) -> State:
+    added, left = summary
+    return added + left[..., None, None] * state
+
+
+def _outputs(state: State, part: Part) -> Float[Array, "batch seq heads values"]:
+    left = jnp.exp(left_of_start(part.tokens.log_decay, part.marks))
+    return part.outputs + left[..., None] * einsum("bnkv,btnk->btnv", state, part.tokens.c)
+
+
+RECURRENCE = Recurrence(step, chunk, _open, _summary, _after, _outputs)
 
 
 class Gates(InFloat32):
@@ -151,7 +176,7 @@ class Mamba2(eqx.Module):
         tokens = Tokens(
             c, b, dt[..., None] * values, -jnp.exp(self.gates.log_rate)[None, None] * dt
         )
-        matrices, out = recur(step, chunk, self.config, matrices, tokens, marks)
+        matrices, out = recur(RECURRENCE, self.config, matrices, tokens, marks)
         out = out + self.gates.skip[None, None, :, None] * values
         out = out * jax.nn.silu(matmul(x, self.wz, dtype=jnp.float32))
         out = self._normed(out).astype(x.dtype)

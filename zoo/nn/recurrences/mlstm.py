@@ -22,13 +22,16 @@ from jaxtyping import Array, Float, Key
 from zoo.nn.layers import normal
 from zoo.nn.products import Operand, matmul
 from zoo.nn.recurrences.chunks import (
+    Part,
+    Recurrence,
     RecurrenceConfig,
     decay,
     einsum,
     heads_first,
-    recur,
+    left_of_start,
 )
 from zoo.nn.recurrences.marks import Marks
+from zoo.nn.recurrences.parts import recur
 from zoo.nn.stateful import InFloat32
 from zoo.sharding import constrain
 
@@ -56,20 +59,20 @@ class Tokens(NamedTuple):
     """i."""
 
 
-def step(state: Memory, token: Tokens) -> tuple[Memory, Float[Array, "batch heads values"]]:
-    """The recurrence: one step of each row."""
+def step(state: Memory, token: Tokens) -> tuple[Memory, Float[Array, "batch heads outputs"]]:
+    """The recurrence: one step of each row, whose output `_normalised` takes."""
     decayed = token.log_forget + state.largest
     largest = jnp.maximum(decayed, token.log_input)
     added = token.k[..., :, None] * _with_one(token.v)[..., None, :]
     cell = jnp.exp(decayed - largest)[..., None, None] * state.cell
     cell = cell + jnp.exp(token.log_input - largest)[..., None, None] * added
     out = einsum("bnkv,bnk->bnv", cell, token.q)
-    return Memory(cell, largest), _normalised(out, largest)
+    return Memory(cell, largest), _outputs_of(out, largest)
 
 
 def chunk(
     state: Memory, tokens: Tokens, marks: Marks
-) -> tuple[Memory, Float[Array, "batch seq heads values"]]:
+) -> tuple[Memory, Float[Array, "batch seq heads outputs"]]:
     """The steps of a chunk at once."""
     q, k, v, log_input = map(heads_first, (tokens.q, tokens.k, tokens.v, tokens.log_input))
     if marks.valid is not None:
@@ -88,16 +91,52 @@ def chunk(
     out = out + einsum("bnts,bnsv->bntv", weights * einsum("bntk,bnsk->bnts", q, k), values)
     left = weights[:, :, -1, :, None] * k
     cell = carried[:, :, -1:] * state.cell + einsum("bntk,bntv->bnkv", left, values)
-    return Memory(cell, largest[..., -1]), heads_first(_normalised(out, largest))
+    return Memory(cell, largest[..., -1]), heads_first(_outputs_of(out, largest))
 
 
 def _with_one(v: Float[Array, "... values"]) -> Float[Array, "... values_and_one"]:
     return jnp.concatenate([v, jnp.ones_like(v[..., :1])], -1)
 
 
-def _normalised(out: Array, largest: Array) -> Float[Array, "... values"]:
-    size = jnp.maximum(jnp.abs(out[..., -1:]), jnp.exp(-largest)[..., None])
-    return out[..., :-1] / (size + EPS)
+def _outputs_of(out: Array, largest: Array) -> Float[Array, "... outputs"]:
+    return jnp.concatenate([out, largest[..., None]], -1)
+
+
+def _normalised(outputs: Float[Array, "... outputs"]) -> Float[Array, "... values"]:
+    """Cᵀq over its normaliser: of Cᵀq, nᵀq and m side by side."""
+    out, size, largest = outputs[..., :-2], outputs[..., -2:-1], outputs[..., -1:]
+    return out / (jnp.maximum(jnp.abs(size), jnp.exp(-largest)) + EPS)
+
+
+def _open(state: Memory, tokens: Tokens) -> tuple[Memory, Tokens]:
+    # An m that is below all others, as the part's own one begins with its first step.
+    return Memory(jnp.zeros_like(state.cell), jnp.full_like(state.largest, -1e30)), tokens
+
+
+def _summary(part: Part) -> tuple[Memory, Float[Array, "batch heads"]]:
+    """What the part adds, and the logarithm of what it leaves of the state before it."""
+    return part.state, left_of_start(part.tokens.log_forget, part.marks)[:, -1]
+
+
+def _after(state: Memory, summary: tuple[Memory, Float[Array, "batch heads"]]) -> Memory:
+    added, log_left = summary
+    decayed = log_left + state.largest
+    largest = jnp.maximum(added.largest, decayed)
+    cell = jnp.exp(added.largest - largest)[..., None, None] * added.cell
+    cell = cell + jnp.exp(decayed - largest)[..., None, None] * state.cell
+    return Memory(cell, largest)
+
+
+def _outputs(state: Memory, part: Part) -> Float[Array, "batch seq heads outputs"]:
+    out, own = part.outputs[..., :-1], part.outputs[..., -1]
+    decayed = left_of_start(part.tokens.log_forget, part.marks) + state.largest[:, None]
+    largest = jnp.maximum(own, decayed)
+    carried = einsum("bnkv,btnk->btnv", state.cell, part.tokens.q)
+    out = jnp.exp(own - largest)[..., None] * out
+    return _outputs_of(out + jnp.exp(decayed - largest)[..., None] * carried, largest)
+
+
+RECURRENCE = Recurrence(step, chunk, _open, _summary, _after, _outputs)
 
 
 class Gates(InFloat32):
@@ -176,7 +215,8 @@ class MLSTM(eqx.Module):
             jax.nn.log_sigmoid(gate(self.wf, self.gates.forget)),
             gate(self.wi, self.gates.input),
         )
-        state, out = recur(step, chunk, self.config, state, tokens, marks)
+        state, out = recur(RECURRENCE, self.config, state, tokens, marks)
+        out = _normalised(out)
         out = out - out.mean(-1, keepdims=True)
         out = out * jax.lax.rsqrt(jnp.square(out).mean(-1, keepdims=True) + EPS)
         out = out * self.norm_scale.astype(jnp.float32)[None, None]
