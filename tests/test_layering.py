@@ -68,7 +68,7 @@ def test_every_module_has_a_room():
 CEILINGS = {
     "common": 1350,
     "sharding": 1420,
-    "nn": 3690,
+    "nn": 3870,
     "transformer": 1315,
     "rnn": 925,
     "mlp": 220,
