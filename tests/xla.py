@@ -12,4 +12,5 @@ def flags(devices: int) -> str:
     version = importlib.metadata.version("jaxlib").split(".")
     if tuple(map(int, version[:2])) < (0, 12):  # later ones have neither the flag nor the need
         chosen.append("--xla_cpu_use_fusion_emitters=false")  # a third of the time to compile
+        chosen.append("--xla_cpu_parallel_codegen_split_count=1")  # small programs are one module
     return " ".join(chosen)

@@ -243,7 +243,14 @@ def test_gradients_of_chunks_are_those_of_steps(name, gates):
     assert_close(found, expected, 2e-5)
 
 
-@pytest.mark.parametrize("spec", ["context=4", "data=2,context=2,tensor=2", "context=8"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "data=2,context=2,tensor=2",
+        pytest.param("context=4", marks=pytest.mark.slow),
+        pytest.param("context=8", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", LAYERS)
 def test_rows_in_parts_are_those_of_one_device(name, spec):
     """Outputs, final states and gradients; documents and padding go across the parts' borders."""
