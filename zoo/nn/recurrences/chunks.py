@@ -177,7 +177,8 @@ def in_chunks(
         state, out = recurrence.step(state, jax.tree.map(lambda x: x[:, 0], tokens))
         return state, out[:, None]
     size = config.chunk_size
-    chunks = None if seq <= size else Chunks(size, truncate=False, remat="none")
+    # Products within a chunk are quicker to take again than to read, also on a CPU.
+    chunks = None if seq <= size else Chunks(size, truncate=False, remat="full")
     return over_time(chunks, recurrence.chunk, state, tokens, marks)
 
 
