@@ -1,7 +1,6 @@
 """What several tests share: the families at their smallest, and comparisons of trees."""
 
 import dataclasses
-import functools
 import itertools
 import json
 import weakref
@@ -23,7 +22,7 @@ from zoo.common import configuration
 from zoo.data.tokenizer import BPETokenizer
 from zoo.nn.attention.context_parallel import on_each_device
 from zoo.nn.attention.masks import Mask
-from zoo.nn.attention.splash import splash
+from zoo.nn.attention.splash import Splash
 from zoo.nn.stateful import cast
 from zoo.sharding.axes import keystr
 from zoo.transformer import blocks
@@ -366,5 +365,5 @@ def flash(
 ) -> Callable[..., jax.Array]:
     """The kernel for TPUs, of queries, keys and values on each device of the mesh."""
     options = {"scale": 1.0, "soft_cap": None, **options}
-    attend = functools.partial(splash, mask=mask, **options)
-    return lambda *qkv: on_each_device(attend, *qkv, segment_ids, mask, transfer)
+    kernel = Splash(mask, **options)
+    return lambda *qkv: on_each_device(kernel, *qkv, segment_ids, transfer)

@@ -68,7 +68,7 @@ def test_every_module_has_a_room():
 CEILINGS = {
     "common": 1350,
     "sharding": 1420,
-    "nn": 3870,
+    "nn": 4030,
     "transformer": 1315,
     "rnn": 925,
     "mlp": 220,
@@ -125,7 +125,7 @@ def test_the_core_names_no_room_around_it(name: str):
 
 
 # No public name has what they need: see there.
-PRIVATE = {"runs/stored_arrays"}
+PRIVATE = {"runs/stored_arrays", "nn/attention/splash"}
 
 
 def test_nothing_private_of_other_libraries_is_imported():

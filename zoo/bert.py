@@ -52,8 +52,8 @@ class Config:
     """Rate of dropout on the embedding and on each residual update."""
     kernel: Implementation = may_differ("auto")
     """Attention kernel: auto, chunked, xla, cudnn (its flash kernel, NVIDIA GPUs), splash or
-    splash_fused (TPUs); or auto with gather or exchange, where a mesh splits rows: keys come to the
-    queries, or devices exchange heads."""
+    splash_fused (TPUs); or auto with ring or exchange, where a mesh splits rows: keys go around the
+    devices, or these exchange heads."""
     remat: Policy = may_differ("none")
     """Rematerialisation in the backward pass: none, dots, dots_no_batch, full."""
     scan_layers: bool = may_differ(True)

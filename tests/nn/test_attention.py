@@ -17,7 +17,7 @@ from jaxtyping import Array
 from zoo import sharding
 from zoo.nn.attention import attention, masks, splash
 from zoo.nn.attention.attention import attend_to_slots, overridden_kernel
-from zoo.nn.attention.masks import WHOLE, Mask
+from zoo.nn.attention.masks import Mask
 from zoo.nn.attention.splash import Blocks, blocks_for
 
 
@@ -119,7 +119,7 @@ def test_a_long_row_grows_no_program():
 )
 def test_pairs_are_those_that_see_each_other(mask: Mask, count: int):
     length = 4 * 512 - 7
-    pairs = [*masks.pairs((0,), length, length, mask, 512, 512)]
+    pairs = [*masks.pairs(0, length, length, mask, 512, 512)]
     assert len(pairs) == len(set(pairs)) == count
 
 
@@ -178,7 +178,7 @@ def test_splash_takes_whole_kv_heads_beside_split_queries(heads: tuple[int, int]
 
 @pytest.mark.parametrize("mask", [Mask(True, None), Mask(True, 300), Mask(False, 140)])
 def test_blocks_of_lazy_masks_are_those_of_the_dense(mask: Mask):
-    shape = splash.Shape(WHOLE, 1024, 1024)
+    shape = splash.Shape(1024, 1024)
     lazy = splash._lazy(mask, shape, Blocks(128, 128, 128))
     dense = np.asarray(mask.seen(0, 0, (1024, 1024), None))[0, 0, 0]
     for rows, columns in itertools.product(range(0, 1024, 128), repeat=2):
@@ -229,8 +229,8 @@ def test_auto_uses_splash_where_supported(
     case = {"length": 128, "dtype": jnp.bfloat16, "platform": "tpu", **changes}
     monkeypatch.setattr(jax, "default_backend", lambda: case["platform"])
     q, *_ = inputs(case["length"], dtype=case["dtype"])
-    kernel = lambda q, *_, fused, **options: jnp.full_like(q, 8 if fused else 7)
-    monkeypatch.setattr(sys.modules[attention.__module__], "splash", kernel)
+    kernel = lambda self, q, *_: jnp.full_like(q, 8 if self.fused else 7)
+    monkeypatch.setattr(splash.Splash, "__call__", kernel)
     attend = lambda **options: attention(
         q, q, q, causal=False, window=9, soft_cap=2.0, segment_ids=segments(len(q[0])), **options
     )
@@ -255,8 +255,8 @@ def test_splash_takes_what_a_device_has(
 ):
     shapes: list[Any] = []
     monkeypatch.setattr(sys.modules[attention.__module__], "platform", lambda: "tpu")
-    kernel = lambda q, *_, **options: shapes.append(q.shape) or q
-    monkeypatch.setattr(sys.modules[attention.__module__], "splash", kernel)
+    kernel = lambda self, q, *_: shapes.append(q.shape) or q
+    monkeypatch.setattr(splash.Splash, "__call__", kernel)
     q, *_ = inputs(128, dtype=jnp.bfloat16)
     with sharding.use(sharding.make_mesh(mesh)):
         jax.eval_shape(functools.partial(attention, causal=True), q, q, q)

@@ -153,12 +153,12 @@ def _by_hand(
     for axis in _TOKENS:  # of attention: forward, again, and backward
         head = local * config.head_size * _BYTES
         exchange = Exchange((), sizes[axis], heads, kv_heads)
-        if exchange.sends_less(1, Mask(config.causal, None), None):
+        if exchange.sends_less(1, Mask(config.causal, None), 0):
             moved = 2 * (heads + exchange.copies * kv_heads) * head
             activations += 3 * layers * seconds("all-to-all", moved, axis)
         else:
-            moved = 2 * kv_heads * sizes[axis] * head
-            activations += 3 * layers * seconds("all-gather", moved, axis)
+            moved = 2 * kv_heads * sizes[axis] * head  # and gradients in fp32, but none again
+            activations += 4 * layers * seconds("all-gather", moved, axis)
     products, rows, links = _of_experts(config, local, sizes, seconds, where.chip, kind)
     return Candidate(
         mesh=",".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1),

@@ -41,8 +41,8 @@ class AttentionConfig:
     """Bounds the attention logits by cap · tanh(logits / cap)."""
     kernel: Implementation = may_differ("auto")
     """Attention kernel: auto, chunked, xla, cudnn (its flash kernel, NVIDIA GPUs), splash or
-    splash_fused (TPUs); or auto with gather or exchange, where a mesh splits rows: keys come to the
-    queries, or devices exchange heads."""
+    splash_fused (TPUs); or auto with ring or exchange, where a mesh splits rows: keys go around the
+    devices, or these exchange heads."""
 
     def __post_init__(self) -> None:
         configuration.check(self, "attention.")

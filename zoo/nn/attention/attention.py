@@ -7,22 +7,22 @@ heads, G query heads per key-value head, H head size.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from zoo.nn.attention.chunked import chunked
+from zoo.nn.attention.chunked import Chunked
 from zoo.nn.attention.context_parallel import Transfer, on_each_device
-from zoo.nn.attention.masks import MASKED, WHOLE, Attend, Mask, einsum32
-from zoo.nn.attention.splash import splash
+from zoo.nn.attention.kernels import Kernel
+from zoo.nn.attention.masks import MASKED, Mask, einsum32
+from zoo.nn.attention.splash import Splash
 from zoo.nn.products import in_forward_mode, low_on_cpu, platform
 from zoo.sharding import num_parts, split_by
 
 Implementation = Literal[
-    "auto", "chunked", "xla", "cudnn", "splash", "splash_fused", "gather", "exchange"
+    "auto", "chunked", "xla", "cudnn", "splash", "splash_fused", "ring", "exchange"
 ]
 
 # Within `overridden_kernel(name)`, it replaces the ones that models ask for, as `remat`'s does.
@@ -58,9 +58,10 @@ def attention(
       with neither, and every product takes inputs of the compute dtype, forward and backward.
     - "xla" is `jax.nn.dot_product_attention`'s, which keeps all logits.
     - "auto" takes the platform's kernel where it applies, else "chunked".
-    - "gather" and "exchange" are "auto", and say how queries meet keys where the mesh splits the
-      tokens of a row: keys and values come to the queries, or devices exchange heads for tokens.
-      The others take what sends less: see `zoo.nn.attention.context_parallel`.
+    - "ring" and "exchange" are "auto", and say how queries meet keys where the mesh splits the
+      tokens of a row: keys and values go around the devices (but for what a window sees of the
+      neighbours), or devices exchange heads for tokens. The others take what sends less: see
+      `zoo.nn.attention.context_parallel`.
 
     Longer packed rows on a GPU are "chunked": JAX's public functions lack cuDNN's packed layout.
 
@@ -69,7 +70,7 @@ def attention(
     """
     transfer: Transfer = "auto"
     implementation = overridden_kernel.value or implementation
-    if implementation in ("gather", "exchange"):
+    if implementation in ("ring", "exchange"):
         transfer, implementation = implementation, "auto"
     mask = Mask(causal, window)
     refuses = functools.partial(_refusal, q_BTNH, mask, soft_cap, segment_ids is not None)
@@ -82,15 +83,14 @@ def attention(
         )
     scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
     if implementation in ("chunked", "splash", "splash_fused"):
-        kernel: Callable[..., Array] = chunked
+        kernel: Kernel = Chunked(mask, scale, soft_cap)
         if implementation != "chunked":
-            kernel = functools.partial(splash, fused=implementation == "splash_fused")
-        attend: Attend = functools.partial(kernel, mask=mask, scale=scale, soft_cap=soft_cap)
+            kernel = Splash(mask, scale, soft_cap, fused=implementation == "splash_fused")
         # XLA splits rows and heads of its own products, but neither a kernel nor tokens.
         if implementation != "chunked" or num_parts("inner_seq") > 1:
-            return on_each_device(attend, q_BTNH, k_BSKH, v_BSKH, segment_ids, mask, transfer)
+            return on_each_device(kernel, q_BTNH, k_BSKH, v_BSKH, segment_ids, transfer)
         segments = None if segment_ids is None else (segment_ids, segment_ids)
-        return attend(q_BTNH, k_BSKH, v_BSKH, segments, WHOLE, 0)
+        return kernel(q_BTNH, k_BSKH, v_BSKH, segments)
     same = None
     if segment_ids is not None:
         same = (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]

@@ -2,9 +2,8 @@
 
 Where the mesh splits the tokens of a row, a device has the queries of one stretch of it, and gets
 the keys and values that they see. A window reaches into the neighbouring parts alone. Otherwise
-they are gathered; then a causal row is cut in zigzag, so that all parts have equal work: each
-device exchanges the second half of its queries for that of the device as far from the other end.
-Where it sends less, devices exchange heads for tokens instead (`Exchange`).
+they go around, part by part (`Ring`), so that no device ever has them all. Where that sends less,
+devices exchange heads for tokens instead (`Exchange`).
 
 Legend of suffixes: as in `zoo.nn.attention.attention`.
 """
@@ -15,15 +14,17 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from zoo.nn.attention.masks import NO_SEGMENT, WHOLE, Attend, Mask, Places, Segments
+from zoo.nn.attention.kernels import Kernel
+from zoo.nn.attention.masks import NO_SEGMENT, Mask, Segments
+from zoo.nn.attention.ring import Ring, cut
 from zoo.sharding import ShardingError, is_sharding, mesh_axes, split_by
 from zoo.sharding.specs import partition_spec
 
 # Of keys and values to the queries, or of heads for tokens; "auto" is what sends less.
-Transfer = Literal["auto", "gather", "exchange"]
+Transfer = Literal["auto", "ring", "exchange"]
 
 
 class Exchange(NamedTuple):
@@ -54,76 +55,94 @@ class Exchange(NamedTuple):
         return group // share if group % share == 0 else group
 
     def numbers(self, length: int) -> float:
-        """Numbers that a device sends per row and pass, per element of a head.
+        """Numbers that a device sends per row, forward and backward, per element of a head.
 
         Of queries, keys, values and outputs of `length` tokens in all it keeps one part, and so
-        of their gradients backward: 2·(heads + copies·kv_heads)·(length/parts)·(parts-1)/parts.
+        of their gradients: 4·(heads + copies·kv_heads)·(length/parts)·(parts-1)/parts.
         """
-        sent = 2 * (self.heads + self.copies * self.kv_heads) * (length / self.parts)
+        sent = 4 * (self.heads + self.copies * self.kv_heads) * (length / self.parts)
         return sent * (self.parts - 1) / self.parts
 
-    def gathered_numbers(self, length: int, mask: Mask, reach: int | None) -> float:
+    def numbers_of_keys(self, length: int, mask: Mask, reach: int) -> float:
         """The same where keys and values come to the queries.
 
-        They are gathered, and causal queries and outputs exchanged in zigzag, half of each:
-        2·kv_heads·length·(parts-1)/parts + heads·length/parts. Or `reach` positions of the
-        neighbours are all that a window sees: 2·kv_heads·reach. Gradients send as many backward.
+        They go around twice, and their gradients, which are in fp32, once: 6·kv_heads·length;
+        half of all that is causal is exchanged in zigzag: 2·(heads + kv_heads)·length/parts. Or
+        `reach` positions of the neighbours are all that a window sees: 4·kv_heads·reach.
         """
-        if reach is not None:
-            return 2.0 * self.kv_heads * reach
-        gathered = 2 * self.kv_heads * length * (self.parts - 1) / self.parts
-        return gathered + (self.heads * length / self.parts if mask.causal else 0)
+        if mask.window is not None:
+            return 4.0 * self.kv_heads * reach
+        zigzag = 2 * (self.heads + self.kv_heads) * length / self.parts
+        return 6.0 * self.kv_heads * length + (zigzag if mask.causal else 0)
 
-    def sends_less(self, length: int, mask: Mask, reach: int | None) -> bool:
-        """Whether it is possible, and sends less than `gathered_numbers`."""
-        return self.divides and self.numbers(length) < self.gathered_numbers(length, mask, reach)
+    def sends_less(self, length: int, mask: Mask, reach: int) -> bool:
+        """Whether it is possible, and sends less than `numbers_of_keys`."""
+        return self.divides and self.numbers(length) < self.numbers_of_keys(length, mask, reach)
+
+    def chosen(self, transfer: Transfer, length: int, mask: Mask, reach: int) -> bool:
+        """Whether heads are exchanged for tokens, rather than keys brought to the queries."""
+        if self.parts == 1 or transfer == "ring":
+            return False
+        if transfer == "exchange" and not self.divides:
+            raise ShardingError(
+                f"attention.kernel='exchange': {split_by('inner_seq')} of the mesh does not divide "
+                f"the {self.heads} heads of a device; choose 'ring' or 'auto', or change the mesh"
+            )
+        return transfer == "exchange" or self.sends_less(length, mask, reach)
 
     def attend(
-        self, attend: Attend, q: Array, k: Array, v: Array, segment_ids: Array | None
+        self, kernel: Kernel, q: Array, k: Array, v: Array, segment_ids: Array | None
     ) -> Array:
-        """`attend` to whole rows, for this device's share of the heads, and back to its tokens."""
+        """Attention to whole rows, for this device's share of the heads, and back to its tokens."""
         to = functools.partial(jax.lax.all_to_all, axis_name=self.axes, tiled=True)
         k, v = (jnp.repeat(x, self.copies, axis=2) for x in (k, v))
         q, k, v = (to(x, split_axis=2, concat_axis=1) for x in (q, k, v))
         segments = None if segment_ids is None else (segment_ids, segment_ids)
-        return to(attend(q, k, v, segments, WHOLE, 0), split_axis=1, concat_axis=2)
+        return to(kernel(q, k, v, segments), split_axis=1, concat_axis=2)
 
 
 def on_each_device(
-    attend: Attend,
+    kernel: Kernel,
     q_BTNH: Float[Array, "batch queries heads head_dim"],
     k_BSKH: Float[Array, "batch keys kv_heads head_dim"],
     v_BSKH: Float[Array, "batch keys kv_heads head_dim"],
     segment_ids: Int[Array, "batch keys"] | None,
-    mask: Mask,
     transfer: Transfer,
 ) -> Float[Array, "batch queries heads head_dim"]:
-    """`attend` on each device's rows, heads and tokens: XLA does not split it well by itself.
+    """Attention on each device's rows, heads and tokens: XLA does not split it well by itself.
 
     Raises:
-        ShardingError: a causal row whose parts have no halves, where keys are gathered; heads that
+        ShardingError: a causal row whose parts have no halves, where keys go around; heads that
             the parts do not divide, where they are to be exchanged.
     """
     if not is_sharding():
         segments = None if segment_ids is None else (segment_ids, segment_ids)
-        return attend(q_BTNH, k_BSKH, v_BSKH, segments, WHOLE, 0)
-    mesh = jax.sharding.get_abstract_mesh()
+        return kernel(q_BTNH, k_BSKH, v_BSKH, segments)
+    mesh, total = jax.sharding.get_abstract_mesh(), q_BTNH.shape[1]
     rows, time, heads = partition_spec(["batch", "inner_seq", "heads"], mesh)
     _, _, kv_heads = partition_spec(["batch", "inner_seq", "kv_heads"], mesh)
     of_queries = PartitionSpec(rows, time, heads)
     of_keys = PartitionSpec(rows, time, kv_heads if kv_heads == heads else None)
     total_heads, total_kv_heads = q_BTNH.shape[2], k_BSKH.shape[2]
-    part = _Part.of(mask, q_BTNH.shape[1], mesh_axes([time]), mesh)
+    axes = mesh_axes([time])
+    parts = math.prod(mesh.shape[axis] for axis in axes)
+    if kernel.mask.window is not None and kernel.mask.window >= total:
+        kernel = kernel.under(Mask(kernel.mask.causal, None))
+    mask = kernel.mask
+    near = _Neighbours.of(mask, total, axes, parts)
 
     def local(q: Array, k: Array, v: Array, segment_ids: Array | None) -> Array:
         if kv_heads != heads:
             group = total_heads // total_kv_heads
-            axes = mesh_axes([heads])
-            first = jax.lax.axis_index(axes) * q.shape[2] if axes else 0
+            axes_of_heads = mesh_axes([heads])
+            first = jax.lax.axis_index(axes_of_heads) * q.shape[2] if axes_of_heads else 0
             k, v = (_heads_of(x, first, q.shape[2], group) for x in (k, v))
-        exchange = Exchange(part.axes, part.number, q.shape[2], k.shape[2])
-        way = exchange if part.exchanges(exchange, transfer) else part
-        return way.attend(attend, q, k, v, segment_ids)
+        exchange = Exchange(axes, parts, q.shape[2], k.shape[2])
+        if exchange.chosen(transfer, total, mask, near.before + near.after):
+            return exchange.attend(kernel, q, k, v, segment_ids)
+        if parts == 1 or mask.window is not None:
+            return near.attend(kernel, q, k, v, segment_ids)
+        return Ring(kernel, axes, parts).attend(q, k, v, segment_ids)
 
     # A kernel's results do not say over which axes they vary, which the check would ask for.
     return jax.shard_map(
@@ -142,92 +161,35 @@ def _heads_of(x_BSKH: Array, first: Array | int, num_heads: int, group: int) -> 
     return jnp.take(x_BSKH, (first + jnp.arange(num_heads)) // group, axis=2)
 
 
-class _Part(NamedTuple):
-    """A device's part of a row, and the keys that it needs besides its own.
+class _Neighbours(NamedTuple):
+    """A part of a row whose queries see keys through a window: its own and those around it.
 
-    `before` and `after` are the positions of neighbouring parts that a window reaches, unless that
-    is all of them: then keys are gathered.
+    `before` and `after` are the positions of other parts that it reaches.
     """
 
-    mask: Mask
     axes: tuple[str, ...]
     number: int
     length: int
-    before: int = 0
-    after: int = 0
-    gathers: bool = False
+    before: int
+    after: int
 
     @staticmethod
-    def of(mask: Mask, total: int, axes: tuple[str, ...], mesh: AbstractMesh) -> "_Part":
-        """The parts into which the mesh axes cut a row of `total` positions."""
-        count = math.prod(mesh.shape[axis] for axis in axes)
-        length = total // count
-        before = total if mask.window is None else mask.window - 1
-        after = 0 if mask.causal else before
-        if count == 1:
-            return _Part(mask, axes, count, length)
-        if before + length + after < total:
-            return _Part(mask, axes, count, length, before, after)
-        return _Part(mask, axes, count, length, gathers=True)
-
-    def exchanges(self, exchange: Exchange, transfer: Transfer) -> bool:
-        """Whether heads are exchanged for tokens, rather than keys brought to the queries."""
-        if self.number == 1 or transfer == "gather":
-            return False
-        if transfer == "exchange" and not exchange.divides:
-            raise ShardingError(
-                f"attention.kernel='exchange': {split_by('inner_seq')} of the mesh does not divide "
-                f"the {exchange.heads} heads of a device; choose 'gather' or 'auto', or change the "
-                "mesh"
-            )
-        reach = None if self.gathers else self.before + self.after
-        is_less = exchange.sends_less(self.number * self.length, self.mask, reach)
-        return transfer == "exchange" or is_less
-
-    @property
-    def zigzag(self) -> bool:
-        """Whether parts exchange queries, for equal work."""
-        return self.gathers and self.mask.causal
-
-    @property
-    def starts(self) -> tuple[tuple[int, ...], ...]:
-        """The first position in the row of each piece of each part's queries."""
-        if not self.zigzag:
-            return tuple((i * self.length,) for i in range(self.number))
-        half, last = self.length // 2, 2 * self.number - 1
-        return tuple((2 * i * half, (last - 2 * i) * half) for i in range(self.number))
-
-    @property
-    def places(self) -> Places:
-        """Where the queries of each part lie among its keys."""
-        if not self.gathers:
-            return Places(((self.before,),))
-        sees_all = self.mask == Mask(causal=False, window=None)
-        return WHOLE if sees_all else Places(self.starts)
+    def of(mask: Mask, total: int, axes: tuple[str, ...], number: int) -> "_Neighbours":
+        """Of the parts of a row of `total` positions."""
+        length = total // number
+        reach = 0 if mask.window is None else min(mask.window - 1, total - length)
+        return _Neighbours(axes, number, length, reach, 0 if mask.causal else reach)
 
     def attend(
-        self, attend: Attend, q: Array, k: Array, v: Array, segment_ids: Array | None
+        self, kernel: Kernel, q: Array, k: Array, v: Array, segment_ids: Array | None
     ) -> Array:
         """The output of this device's queries, whose keys and values are `k` and `v` so far."""
-        if self.zigzag and self.length % 2:
-            raise ShardingError(
-                f"a row of {self.number * self.length} tokens, split by {split_by('inner_seq')}: "
-                "causal attention cuts each part in two, for equal work; make the length a "
-                f"multiple of {2 * self.number}, or change the mesh"
-            )
-        index = jax.lax.axis_index(self.axes) if self.axes else 0
-        segments = self._segments(segment_ids, q.shape[0], index)
-        k, v = self._seen(k), self._seen(v)
-        out = attend(self._exchanged(q), k, v, segments, self.places, index)
-        return self._exchanged(out)
+        segments = self._segments(segment_ids, q.shape[0])
+        kernel = kernel.under(kernel.mask, first=self.before)
+        return kernel(q, self._seen(k), self._seen(v), segments)
 
     def _seen(self, x_BSKH: Array) -> Array:
         """The keys or values that this device's queries see, and it has one part of."""
-        if self.gathers:
-            # By parts first: of the gradient, TPUs scatter the first axis alone, and reduce the
-            # whole to every device for another.
-            x_PBSKH = jax.lax.all_gather(x_BSKH, self.axes, axis=0)
-            return jnp.moveaxis(x_PBSKH, 0, 1).reshape(x_BSKH.shape[0], -1, *x_BSKH.shape[2:])
         before = [self._sent(x_BSKH, self.before, far) for far in self._distances(self.before)]
         after = [self._sent(x_BSKH, self.after, -far) for far in self._distances(self.after)]
         pieces = [*reversed(before), x_BSKH, *after]
@@ -244,29 +206,14 @@ class _Part(NamedTuple):
         ends = [(i, i + far) for i in range(self.number) if 0 <= i + far < self.number]
         return jax.lax.ppermute(x, self.axes, ends)
 
-    def _exchanged(self, x: Array) -> Array:
-        """The second half exchanged with the device as far from the other end, in zigzag."""
-        if not self.zigzag:
-            return x
-        first, second = jnp.split(x, 2, axis=1)
-        ends = [(i, self.number - 1 - i) for i in range(self.number)]
-        return jnp.concatenate([first, jax.lax.ppermute(second, self.axes, ends)], axis=1)
-
-    def _segments(self, ids: Array | None, batch: int, index: Array | int) -> Segments | None:
+    def _segments(self, ids: Array | None, batch: int) -> Segments | None:
         """The segments of this device's queries and keys, given the whole row's."""
-        if ids is None and (self.gathers or self.number == 1):
-            return None
+        if self.number == 1:
+            return None if ids is None else (ids, ids)
         if ids is None:
             ids = jnp.zeros((batch, self.number * self.length), jnp.int32)
-        if self.number == 1:
-            return ids, ids
-        cut = jax.lax.dynamic_slice_in_dim
-        if not self.gathers:
-            # Beyond the ends of the row there are no keys.
-            around = ((0, 0), (self.before, self.after))
-            padded = jnp.pad(ids, around, constant_values=NO_SEGMENT)
-            keys = cut(padded, index * self.length, self.before + self.length + self.after, axis=1)
-            return cut(ids, index * self.length, self.length, axis=1), keys
-        starts = jnp.array(self.starts, jnp.int32)[index]
-        size = self.length // len(starts)
-        return jnp.concatenate([cut(ids, start, size, axis=1) for start in starts], axis=1), ids
+        # Beyond the ends of the row there are no keys.
+        padded = jnp.pad(ids, ((0, 0), (self.before, self.after)), constant_values=NO_SEGMENT)
+        start = jax.lax.axis_index(self.axes) * self.length
+        keys = cut(padded, start, self.before + self.length + self.after)
+        return cut(ids, start, self.length), keys

@@ -1,13 +1,11 @@
 """The keys that a query sees, by position, and the logits of queries and keys in plain XLA.
 
-A row may lie in parts, each of equal pieces, with padding behind each piece. An `AxisOrder` is the
-order of axes inside. Legend of suffixes: as in `zoo.nn.attention.attention`.
+An `AxisOrder` is the order of axes inside. Legend of suffixes: as in `zoo.nn.attention.attention`.
 """
 
-import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -67,66 +65,24 @@ NO_SEGMENT = np.iinfo(np.int32).min  # of what is padded around a row
 Segments = tuple[Int[Array, "batch queries"], Int[Array, "batch keys"]]
 
 
-class Places(NamedTuple):
-    """Where the queries of each part of a row lie: the first position of each equal piece of it.
-
-    Positions count from the first key that the part has. Parts that are alike are here once.
-    """
-
-    starts: tuple[tuple[int, ...], ...]
-
-    @property
-    def pieces(self) -> int:
-        """The pieces of a part."""
-        return len(self.starts[0])
-
-
-WHOLE = Places(((0,),))
-
-# From queries, keys, values, segments, places and the number of the part to the output.
-Attend = Callable[[Array, Array, Array, Segments | None, Places, Array | int], Array]
-
-
-def pad_pieces(x: Array, pieces: int, multiple: int, value: Any = 0) -> Array:
-    """[B, T, …] with each of equal pieces of T padded to a multiple."""
-    batch, length = x.shape[0], x.shape[1] // pieces
-    missing = -length % multiple
+def pad_to_multiple(x: Array, multiple: int, value: Any = 0) -> Array:
+    """[B, T, …] padded behind T."""
+    missing = -x.shape[1] % multiple
     if not missing:
         return x
-    x = x.reshape(batch, pieces, length, *x.shape[2:])
-    x = jnp.pad(
-        x, [(0, missing if axis == 2 else 0) for axis in range(x.ndim)], constant_values=value
-    )
-    return x.reshape(batch, pieces * (length + missing), *x.shape[3:])
-
-
-def without_padding(x: Array, pieces: int, length: int) -> Array:
-    """[B, T, …] of what `pad_pieces` gives, each piece of `length` again."""
-    batch, padded = x.shape[0], x.shape[1] // pieces
-    if padded == length:
-        return x
-    x = x.reshape(batch, pieces, padded, *x.shape[2:])[:, :, :length]
-    return x.reshape(batch, pieces * length, *x.shape[3:])
+    sizes = [(0, missing if axis == 1 else 0) for axis in range(x.ndim)]
+    return jnp.pad(x, sizes, constant_values=value)
 
 
 def pairs(
-    starts: Sequence[int],
-    length: int,
-    num_keys: int,
-    mask: Mask,
-    query_size: int,
-    key_size: int,
+    first: int, length: int, num_keys: int, mask: Mask, query_size: int, key_size: int
 ) -> Iterator[tuple[int, int]]:
-    """The blocks of queries and of keys, by number, of which some query sees some key.
-
-    Queries are pieces of `length` each, from the positions `starts` on.
-    """
-    per_piece = math.ceil(length / query_size)
-    for piece, query in itertools.product(range(len(starts)), range(per_piece)):
-        start, end = starts[piece] + query * query_size, starts[piece] + length
-        first, last = mask.keys_of(start, min(start + query_size, end), num_keys)
-        for key in range(first // key_size, math.ceil(last / key_size)):
-            yield piece * per_piece + query, key
+    """The blocks of queries, from position `first` on, and of keys of which some sees some."""
+    for query, start in enumerate(range(first, first + length, query_size)):
+        stop = min(start + query_size, first + length)
+        seen, end = mask.keys_of(start, stop, num_keys)
+        for key in range(seen // key_size, math.ceil(end / key_size)):
+            yield query, key
 
 
 class AxisOrder(NamedTuple):
@@ -140,6 +96,20 @@ class AxisOrder(NamedTuple):
         batch, time, heads, size = x_BTNH.shape
         x = x_BTNH.reshape(batch, time, num_kv_heads, heads // num_kv_heads, size)
         return jnp.einsum(f"btkgh->{self.queries}", x)
+
+    def of_keys(self, x_BSKH: Array) -> Array:
+        """From [B, S, K, H]."""
+        return jnp.einsum(f"bskh->{self.keys}", x_BSKH)
+
+    def by_head(self, x_BTN: Array, num_kv_heads: int) -> Float[Array, "b k g t 1"]:
+        """From [B, T, N], of the logits' axes."""
+        x = x_BTN.reshape(*x_BTN.shape[:2], num_kv_heads, -1)
+        return jnp.einsum("btkg->bkgt", x)[..., None]
+
+    def by_time(self, x: Float[Array, "b k g t 1"]) -> Float[Array, "b t n"]:
+        """Back to [B, T, N]."""
+        x = jnp.einsum("bkgth->btkgh", x)
+        return x.reshape(*x.shape[:2], -1)
 
     def to_heads(self, x: Array, shape: tuple[int, ...]) -> Array:
         """Back to [B, T, N, H], without what was padded at the end of the row."""

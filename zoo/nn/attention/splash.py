@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from zoo.nn.attention import masks
-from zoo.nn.attention.masks import NO_SEGMENT, Mask, Places, Segments, pad_pieces, without_padding
+from zoo.nn.attention.masks import NO_SEGMENT, Mask, Segments, pad_to_multiple
 from zoo.nn.remat import KEPT
 
 LANES = 128  # a block is a multiple of it
@@ -43,126 +43,151 @@ def blocks_for(length: int, num_keys: int) -> Blocks:
     return Blocks(fitting(length), fitting(num_keys), min(512, fitting(num_keys)))
 
 
-def splash(
-    q_BTNH: Float[Array, "batch queries heads head_dim"],
-    k_BSKH: Float[Array, "batch keys kv_heads head_dim"],
-    v_BSKH: Float[Array, "batch keys kv_heads head_dim"],
-    segments: Segments | None,
-    places: Places,
-    part: Array | int,
-    *,
-    mask: Mask,
-    scale: float,
-    soft_cap: float | None,
-    fused: bool = False,
-    blocks: Blocks | None = None,
-    interpret: bool = False,
-) -> Float[Array, "batch queries heads head_dim"]:
-    """Attention of one part of a row on one device, its backward pass in one kernel if `fused`.
+class Splash(NamedTuple):
+    """JAX's flash kernel, its backward pass in one kernel if `fused`.
 
     It is `jax.experimental.pallas.ops.tpu.splash_attention`, whose fused backward pass keeps a
     gradient of the queries for each block of keys. Remat keeps the output and the logarithms of
     the sums. `interpret` runs the kernel without a TPU.
     """
-    length, num_keys = q_BTNH.shape[1] // places.pieces, k_BSKH.shape[1]
-    blocks = blocks or blocks_for(length, num_keys)
-    pad_queries = functools.partial(pad_pieces, pieces=places.pieces, multiple=blocks.queries)
-    pad_keys = functools.partial(pad_pieces, pieces=1, multiple=blocks.keys)
-    if num_keys % blocks.keys and not mask.causal and segments is None:
-        batch = q_BTNH.shape[0]
-        segments = jnp.zeros(q_BTNH.shape[:2], jnp.int32), jnp.zeros((batch, num_keys), jnp.int32)
-    if segments is not None:
-        of_queries, of_keys = segments
-        segments = pad_queries(of_queries, value=NO_SEGMENT), pad_keys(of_keys, value=NO_SEGMENT)
-    q_BTNH = (q_BTNH.astype(jnp.float32) * scale).astype(q_BTNH.dtype)
-    q_BNTH = pad_queries(q_BTNH).swapaxes(1, 2)
-    k_BKSH, v_BKSH = (pad_keys(x).swapaxes(1, 2) for x in (k_BSKH, v_BSKH))
-    shape = Shape(places, length, num_keys)
-    kernel = _kernel(mask, shape, q_BNTH.shape[1], blocks, soft_cap, fused, interpret, part)
 
-    def one_row(q: Array, k: Array, v: Array, segments: Any) -> Array:
-        # Imported here: it takes a second, which only TPUs need.
+    mask: Mask
+    scale: float
+    soft_cap: float | None
+    first: int = 0
+    fused: bool = False
+    blocks: Blocks | None = None
+    interpret: bool = False
+
+    def under(self, mask: Mask, first: int = 0) -> "Splash":
+        """The same with another mask, and another position of the first query among the keys."""
+        return self._replace(mask=mask, first=first)
+
+    def __call__(self, q: Array, k: Array, v: Array, segments: Segments | None) -> Array:
+        """The output."""
+        padded = _Padded.of(self, q, k, v, segments)
+        kernel = self._kernel(padded, residual_checkpoint_name=KEPT)
+        with padded.scope:
+            out_BNTH = jax.vmap(kernel)(*padded.qkv, padded.segments)
+        return out_BNTH.swapaxes(1, 2)[:, : q.shape[1]]
+
+    def forward(
+        self, q: Array, k: Array, v: Array, segments: Segments | None
+    ) -> tuple[Array, Float[Array, "batch queries heads"]]:
+        """The output, and the logarithms of the sums."""
+        padded = _Padded.of(self, q, k, v, segments)
+        kernel = self._kernel(padded, save_residuals=True)
+        with padded.scope:
+            out_BNTH, (log_sum_BNT,) = jax.vmap(kernel)(*padded.qkv, padded.segments)
+        out, log_sum = (x.swapaxes(1, 2)[:, : q.shape[1]] for x in (out_BNTH, log_sum_BNT))
+        return out, log_sum
+
+    def backward(
+        self,
+        qkv: tuple[Array, Array, Array],
+        segments: Segments | None,
+        out: Array,
+        log_sum: Float[Array, "batch queries heads"],
+        g: Array,
+    ) -> tuple[Array, Array, Array]:
+        """The gradients of queries, keys and values."""
+        # The public kernel takes no sums of more keys than its own.
+        from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import (
+            _splash_attention_bwd,
+        )
+
+        padded = _Padded.of(self, *qkv, segments)
+        kernel = self._kernel(padded)
+
+        def of_row(qkv: Any, segments: Any, out: Array, log_sum: Array, g: Array) -> Any:
+            residuals = (*qkv, segments, None, out, log_sum)
+            residuals = (*residuals, kernel.dq_mask_info, kernel.dkv_mask_info)
+            return _splash_attention_bwd(**kernel.kwargs, res=residuals, do=g)[3:6]
+
+        of_queries = [padded.queries(x) for x in (out, log_sum, g)]
+        with padded.scope:
+            found = jax.vmap(of_row)(padded.qkv, padded.segments, *of_queries)
+        dq, dk, dv = (
+            x.swapaxes(1, 2)[:, : like.shape[1]] for x, like in zip(found, qkv, strict=True)
+        )
+        return (dq.astype(jnp.float32) * self.scale).astype(dq.dtype), dk, dv
+
+    def _kernel(self, padded: "_Padded", **options: Any) -> Any:
         from jax.experimental.pallas.ops.tpu import splash_attention
 
-        return kernel(q, k, v, segments and splash_attention.SegmentIds(*segments))
-
-    with jax.named_scope(_scope(mask, shape, blocks)):
-        out_BNTH = jax.vmap(one_row)(q_BNTH, k_BKSH, v_BKSH, segments)
-    return without_padding(out_BNTH.swapaxes(1, 2), places.pieces, length)
+        blocks, fused = padded.blocks, self.fused
+        sizes = splash_attention.BlockSizes(
+            block_q=blocks.queries,
+            block_kv=blocks.keys,
+            block_kv_compute=blocks.keys_per_product,
+            block_q_dkv=blocks.queries,
+            block_kv_dkv=blocks.keys,
+            block_kv_dkv_compute=blocks.keys_per_product,
+            block_q_dq=None if fused else blocks.queries,
+            block_kv_dq=None if fused else blocks.keys,
+            use_fused_bwd_kernel=fused,
+        )
+        heads = padded.qkv[0].shape[1]
+        return splash_attention.make_splash_mha(
+            mask=splash_attention.MultiHeadMask([_lazy(self.mask, padded.shape, blocks)] * heads),
+            block_sizes=sizes,
+            head_shards=1,
+            q_seq_shards=1,
+            attn_logits_soft_cap=self.soft_cap,
+            interpret=self.interpret,
+            **options,
+        )
 
 
 class Shape(NamedTuple):
-    """The queries and keys of a part of a row: their places, the length of a piece, the keys."""
+    """The queries and the keys before padding, and the position of the first query among these."""
 
-    places: Places
     length: int
     num_keys: int
+    first: int = 0
 
 
-def _kernel(
-    mask: Mask,
-    shape: Shape,
-    heads: int,
-    blocks: Blocks,
-    soft_cap: float | None,
-    fused: bool,
-    interpret: bool,
-    part: Array | int,
-) -> Any:
-    """The kernel of one part of a row."""
-    from jax.experimental.pallas.ops.tpu import splash_attention
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info
+class _Padded(NamedTuple):
+    """What a kernel takes: whole blocks, heads before time, segments where there is padding."""
 
-    sizes = splash_attention.BlockSizes(
-        block_q=blocks.queries,
-        block_kv=blocks.keys,
-        block_kv_compute=blocks.keys_per_product,
-        block_q_dkv=blocks.queries,
-        block_kv_dkv=blocks.keys,
-        block_kv_dkv_compute=blocks.keys_per_product,
-        block_q_dq=None if fused else blocks.queries,
-        block_kv_dq=None if fused else blocks.keys,
-        use_fused_bwd_kernel=fused,
-    )
-    parts = len(shape.places.starts)
-    kernel = splash_attention.make_splash_mha(
-        mask=splash_attention.MultiHeadMask([_lazy(mask, shape, blocks)] * heads),
-        block_sizes=sizes,
-        head_shards=1,
-        q_seq_shards=parts,
-        attn_logits_soft_cap=soft_cap,
-        residual_checkpoint_name=KEPT,
-        interpret=interpret,
-    )
-    if parts == 1:
-        return kernel
+    qkv: tuple[Array, Array, Array]
+    segments: Any
+    shape: Shape
+    blocks: Blocks
+    scope: Any
 
-    def of_part(info: Any) -> Any:
-        """A part's own of the tables of all parts, which follow one another by queries."""
-        assert info.partial_mask_blocks is None  # the mask is a function of the position
+    @staticmethod
+    def of(kernel: Splash, q: Array, k: Array, v: Array, segments: Segments | None) -> "_Padded":
+        # Imported here: it takes a second, which only TPUs need.
+        from jax.experimental.pallas.ops.tpu import splash_attention
 
-        def cut(x: Array | None, axis: int) -> Array | None:
-            if x is None:
-                return None
-            size = x.shape[axis] // parts
-            return jax.lax.dynamic_slice_in_dim(x, part * size, size, axis)
+        shape = Shape(q.shape[1], k.shape[1], kernel.first)
+        blocks = kernel.blocks or blocks_for(shape.length, shape.num_keys)
+        if shape.num_keys % blocks.keys and not kernel.mask.causal and segments is None:
+            segments = jnp.zeros(q.shape[:2], jnp.int32), jnp.zeros(k.shape[:2], jnp.int32)
+        ids = None
+        if segments is not None:
+            sizes = (blocks.queries, blocks.keys)
+            padded = (
+                pad_to_multiple(x, n, NO_SEGMENT) for x, n in zip(segments, sizes, strict=True)
+            )
+            ids = splash_attention.SegmentIds(*padded)
+        scaled = (q.astype(jnp.float32) * kernel.scale).astype(q.dtype)
+        q = pad_to_multiple(scaled, blocks.queries).swapaxes(1, 2)
+        k, v = (pad_to_multiple(x, blocks.keys).swapaxes(1, 2) for x in (k, v))
+        scope = jax.named_scope(_scope(kernel.mask, shape, blocks))
+        return _Padded((q, k, v), ids, shape, blocks, scope)
 
-        tables = {name: cut(getattr(info, name), 1) for name in ("data_next", "block_mask")}
-        return info._replace(**tables, q_sequence=cut(info.q_sequence, 0))
-
-    is_info = lambda x: isinstance(x, splash_attention_mask_info.MaskInfo)  # noqa: E731
-    return jax.tree.map(of_part, kernel, is_leaf=is_info)
+    def queries(self, x: Array) -> Array:
+        """[B, T, N, …] as queries are."""
+        return pad_to_multiple(x, self.blocks.queries).swapaxes(1, 2)
 
 
 def _scope(mask: Mask, shape: Shape, blocks: Blocks) -> str:
     """The name by which a plan knows how many of a kernel's steps do anything."""
-    runs, width, rows = 0, 0, 0
-    for starts in shape.places.starts:
-        sizes = (shape.length, shape.num_keys, mask, blocks.queries, blocks.keys)
-        counts = Counter(query for query, _ in masks.pairs(starts, *sizes))
-        runs, rows = max(runs, counts.total()), len(counts)
-        width = max(width, *counts.values())
-    return f"runs_{runs}_of_{width * rows}_steps"
+    sizes = (shape.first, shape.length, shape.num_keys, mask, blocks.queries, blocks.keys)
+    counts = Counter(query for query, _ in masks.pairs(*sizes))
+    return f"runs_{counts.total()}_of_{max(counts.values()) * len(counts)}_steps"
 
 
 @functools.cache
@@ -170,13 +195,12 @@ def _lazy(mask: Mask, shape: Shape, blocks: Blocks) -> Any:
     """The mask as the kernel takes it: by position, and without an array of [seq, seq]."""
     from jax.experimental.pallas.ops.tpu import splash_attention
 
-    # The position of each query of all parts, among the keys; those of padding go on.
+    # The position of each query among the keys; those of padding go on.
     padded = shape.length + -shape.length % blocks.queries
-    pieces = [start + np.arange(padded) for starts in shape.places.starts for start in starts]
-    queries = np.concatenate(pieces).astype(np.int32)
-    sizes = len(queries), shape.num_keys + -shape.num_keys % blocks.keys
+    queries = shape.first + np.arange(padded, dtype=np.int32)
+    sizes = padded, shape.num_keys + -shape.num_keys % blocks.keys
     if mask == Mask(causal=False, window=None):
-        return splash_attention.FullMask((len(queries) // len(shape.places.starts), sizes[1]))
+        return splash_attention.FullMask(sizes)
 
     class Blockwise(splash_attention.LocalMask):
         """Asked block by block, of which most are wholly visible or hidden: one element says so."""

@@ -1,0 +1,65 @@
+"""What a kernel is: attention of some queries to some keys, forward and backward, and its rule.
+
+Legend of suffixes: as in `zoo.nn.attention.attention`.
+"""
+
+import functools
+from typing import Any, Protocol, runtime_checkable
+
+from jaxtyping import Array, Float
+
+from zoo.nn.attention.masks import Mask, Segments
+from zoo.nn.products import custom_vjp
+
+
+@runtime_checkable
+class Kernel(Protocol):
+    """Softmax attention on one device, under a mask by position and by segments.
+
+    Sums are those of the exponentials of a query's logits; they and the output may be of more keys
+    than a backward pass is given, whose gradients are then the part of the keys that it is given. A
+    query that sees none of the keys has a sum as good as zero.
+    """
+
+    @property
+    def mask(self) -> Mask:
+        """What a query sees, by position."""
+
+    def under(self, mask: Mask, first: int = 0) -> "Kernel":
+        """The same with another mask; `first` is the first query's position among the keys."""
+
+    def __call__(self, q: Array, k: Array, v: Array, segments: Segments | None) -> Array:
+        """The output, which has a gradient."""
+
+    def forward(
+        self, q: Array, k: Array, v: Array, segments: Segments | None
+    ) -> tuple[Array, Float[Array, "batch queries heads"]]:
+        """The output, and the logarithms of the sums in fp32."""
+
+    def backward(
+        self,
+        qkv: tuple[Array, Array, Array],
+        segments: Segments | None,
+        out: Array,
+        log_sum: Float[Array, "batch queries heads"],
+        g: Array,
+    ) -> tuple[Array, Array, Array]:
+        """The gradients of queries, keys and values, given the output's."""
+
+
+@functools.partial(custom_vjp, nondiff_argnums=(4,))
+def attend(q: Array, k: Array, v: Array, segments: Any, kernel: Any) -> Array:
+    """The output of a kernel's `forward`, whose gradient its `backward` gives."""
+    return kernel.forward(q, k, v, segments)[0]
+
+
+def _forward(q: Array, k: Array, v: Array, segments: Any, kernel: Any) -> Any:
+    out, log_sum = kernel.forward(q, k, v, segments)
+    return out, ((q, k, v), segments, out, log_sum)
+
+
+def _backward(kernel: Any, residuals: Any, g: Array) -> Any:
+    return *kernel.backward(*residuals, g), None
+
+
+attend.defvjp(_forward, _backward)
