@@ -55,7 +55,8 @@ class Config:
     splash_fused (TPUs); or auto with ring or exchange, where a mesh splits rows: keys go around the
     devices, or these exchange heads."""
     remat: Policy = may_differ("none")
-    """Rematerialisation in the backward pass: none, dots, dots_no_batch, full."""
+    """Rematerialisation in the backward pass, as a transformer's: none, dots, dots_no_batch, full,
+    or of names."""
     scan_layers: bool = may_differ(True)
     """Run the layers by lax.scan (quick to compile), or unrolled (faster when they are small)."""
 

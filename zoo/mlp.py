@@ -27,7 +27,7 @@ from zoo.nn.layers import (
 )
 from zoo.nn.parameters import CastsInputs, unshard
 from zoo.nn.products import Operand, matmul
-from zoo.nn.remat import Policy, scan_layers
+from zoo.nn.remat import Kept, Policy, named, scan_layers
 from zoo.sharding import ShardingError, constrain, split_by
 
 
@@ -52,12 +52,14 @@ class Config:
     dropout: float = of_training(0.0)
     """Rate of dropout on each hidden layer, or on each residual update."""
     remat: Policy = may_differ("none")
-    """Rematerialisation of the blocks in the backward pass: none, dots, dots_no_batch, full."""
+    """Rematerialisation of the blocks in the backward pass: none, dots, dots_no_batch, full; or
+    save:NAMES and offload:NAMES (to the host), of block_input and mlp_hidden."""
 
     def __post_init__(self) -> None:
         configuration.check(self)
         configuration.check_positive(self, "", "in_size", "out_size", "hidden_size", "num_layers")
         require(0 <= self.dropout < 1, f"dropout={self.dropout}: must be in [0, 1)")
+        Kept.of(self.remat, ("block_input", "mlp_hidden"))
 
 
 class Layer(eqx.Module):
@@ -102,7 +104,7 @@ class PlainBlock(eqx.Module):
     ) -> Float[Array, "batch embed"]:
         """Apply both layers."""
         keys = (None, None) if key is None else jax.random.split(key)
-        return self.down(self.up(x_BE, keys[0]), keys[1])
+        return self.down(named(self.up(x_BE, keys[0]), "mlp_hidden"), keys[1])
 
 
 class ResidualBlock(eqx.Module):
@@ -132,7 +134,7 @@ class ResidualBlock(eqx.Module):
         """Apply the block to the residual stream."""
         normed_BE = x_BE if self.norm is None else self.norm(x_BE)
         hidden_BM = constrain(add_bias(matmul(normed_BE, self.w_up), self.b_up), "batch", "mlp")
-        hidden_BM = ACTIVATIONS[self.config.activation](hidden_BM)
+        hidden_BM = ACTIVATIONS[self.config.activation](named(hidden_BM, "mlp_hidden"))
         added_BE = add_bias(matmul(hidden_BM, self.w_down), self.b_down)
         added_BE = constrain(added_BE, "batch", "embed")
         return x_BE + dropout(added_BE, self.config.dropout, key)

@@ -340,7 +340,10 @@ FAMILIES: dict[str, Any] = {
         ),
         losses.next_token,
     ),
-    "remat": (transformer_of(remat="full", num_layers=3), losses.next_token),
+    "remat": (
+        transformer_of(remat="save:query,attention,mlp_hidden", num_layers=3),
+        losses.next_token,
+    ),
     "experts": (
         transformer_of(**{"experts.num_experts": 4, "experts.per_token": 2}),
         losses.balanced_next_token(0.01),

@@ -1,12 +1,19 @@
 """zoo.nn.remat: policies change what is kept, never the numbers."""
 
+import re
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import assert_trees_close, drawn_transformer, equations, token_batch
+from helpers import (
+    assert_trees_close,
+    drawn_transformer,
+    equations,
+    small_config,
+    token_batch,
+)
 
 from zoo import losses
 from zoo.nn import remat
@@ -61,6 +68,13 @@ def test_partial_policies_keep_the_gradient(policy: str, kept: Outcome, full: Ou
     assert full.temporaries < got.temporaries < kept.temporaries
 
 
+def test_named_arrays_are_kept_alone(kept: Outcome, full: Outcome):
+    few, most = (run(remat=f"save:{names}") for names in ("query", ",".join(remat.NAMES)))
+    assert_same(few, kept)
+    assert_same(most, kept)
+    assert full.temporaries < few.temporaries < most.temporaries < kept.temporaries
+
+
 @pytest.mark.parametrize("policy", ["none", pytest.param("full", marks=pytest.mark.slow)])
 def test_unrolled_layers_give_the_same_gradient(policy: str, kept: Outcome):
     assert_same(run(remat=policy, scan_layers=False), kept)
@@ -104,11 +118,34 @@ def test_step_functions_alternate_over_layers(scan: bool, num_layers: int):
     assert_trees_close(got, want, rtol=1e-6)
 
 
-def test_an_unknown_policy_is_an_error():
-    # Past the run-time type checker, which has an error of its own.
-    checkpoint = getattr(remat.checkpoint, "__wrapped__", remat.checkpoint)
-    with pytest.raises(ValueError, match=r"remat='some'.*'dots', 'dots_no_batch', 'full', 'none'"):
-        checkpoint(lambda x: x, "some")
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ("some", {}),
+        ("save:", {}),
+        ("save:query,keys", {}),
+        ("keep:query", {}),
+        ("save:query+offload:query", {}),
+        ("save:mlp_hidden", {"experts.num_experts": 4, "mlp": "swiglu"}),  # of an expert's rows
+    ],
+)
+def test_an_unknown_policy_is_an_error(policy: str, options: Any):
+    message = rf"remat='{re.escape(policy)}'.*'dots_no_batch'.*block_input, query"
+    with pytest.raises(ValueError, match=message):
+        small_config(remat=policy, **options)
+
+
+def test_each_name_is_in_a_layer():
+    model = drawn_transformer(num_layers=1, remat="none")
+    found = equations(jax.make_jaxpr(lambda x: model(x))(jnp.zeros((1, 8), jnp.int32)))
+    names = {e.params["name"] for e in found if e.primitive.name == "name"}
+    assert set(remat.NAMES) <= names
+
+
+def test_a_cpu_has_no_other_memory():
+    model = drawn_transformer(num_layers=1, remat="offload:block_input")
+    with pytest.raises(ValueError, match=r"remat='offload:block_input'.*save:"):
+        jax.eval_shape(model, jnp.zeros((1, 8), jnp.int32))
 
 
 @pytest.mark.parametrize(

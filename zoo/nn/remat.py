@@ -1,18 +1,21 @@
-"""Rematerialisation: named policies, and the checkpointed scan over stacked layers."""
+"""Rematerialisation: its policies, and the checkpointed scan over stacked layers."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, PyTree
 
+from zoo.common.configuration import require
 from zoo.nn.parameters import unshard, with_operands
-from zoo.nn.products import PRODUCT
+from zoo.nn.products import PRODUCT, platform
 
-Policy = Literal["none", "dots", "dots_no_batch", "full"]
+# One of `POLICIES`, or `Kept` as text: "save:query,key,value+offload:block_input".
+Policy = str
 LayerFunction = Callable[[Any, PyTree, Array], PyTree]
 
 # The name of arrays that every policy keeps, as they are far dearer to compute again than to keep:
@@ -34,6 +37,57 @@ POLICIES: dict[str, Callable[..., Any] | None] = {
 }
 
 
+# The arrays of a layer that a policy may name: its input, queries, keys and values as attention
+# takes them, its output before the product behind it, the input of the MLP's part, and the
+# products in the MLP before its activation.
+NAMES = ("block_input", "query", "key", "value", "attention", "mlp_input", "mlp_hidden")
+
+
+class Kept(NamedTuple):
+    """The named arrays that a policy keeps, on the device or in the host's memory."""
+
+    save: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(policy: Policy, names: Sequence[str] = NAMES) -> "Kept":
+        """What a policy names, of a model whose layers have these names.
+
+        Raises:
+            ValueError: it is no policy, or has another name, or one twice.
+        """
+        if policy in POLICIES:
+            return Kept()
+        found: dict[str, tuple[str, ...]] = {}
+        for part in policy.split("+"):
+            where, _, listed = part.partition(":")
+            found[where] = (*found.get(where, ()), *listed.split(","))
+        chosen = sum(found.values(), ())
+        require(
+            {*found} <= {*Kept._fields} and {*chosen} <= {*names} and len({*chosen}) == len(chosen),
+            f"remat={policy!r}: choose one of {sorted(POLICIES)}, or save:NAMES, offload:NAMES or "
+            f"save:NAMES+offload:NAMES, each of {', '.join(names)} once, with commas between",
+        )
+        return Kept(**found)
+
+
+def _policy(policy: Policy) -> Callable[..., Any] | None:
+    """A policy as `jax.checkpoint` takes it; None keeps every intermediate."""
+    if policy in POLICIES:
+        return POLICIES[policy]
+    kept = Kept.of(policy)
+    require(
+        not kept.offload or platform() != "cpu",
+        f"remat={policy!r}: a CPU has the host's memory alone; write save: for offload:",
+    )
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[KEPT, *kept.save],
+        names_which_can_be_offloaded=[*kept.offload],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+
 # Within `overridden(policy)`, it replaces the ones that models ask for; None leaves them as they
 # are. So a plan tries policies on a model of any family.
 overridden = jax.make_user_context(default_value=None)
@@ -42,20 +96,23 @@ overridden = jax.make_user_context(default_value=None)
 def checkpoint(
     function: Callable[..., Any], policy: Policy, *, in_scan: bool = False
 ) -> Callable[..., Any]:
-    """Wrap a function so that its backward pass recomputes what the named policy does not keep.
+    """Wrap a function so that its backward pass recomputes what the policy does not keep.
 
     `in_scan` says that a `lax.scan` runs it: the loop alone then keeps XLA from merging the
     recomputation with the forward pass, and the barriers that would slow it down are left out.
 
     Raises:
-        ValueError: a name that is no policy.
+        ValueError: what is no policy, or one that offloads on a CPU.
     """
     policy = overridden.value or policy
-    if policy not in POLICIES:
-        raise ValueError(f"remat={policy!r}: choose one of {sorted(POLICIES)}")
     if policy == "none":
         return function
-    return jax.checkpoint(function, policy=POLICIES[policy], prevent_cse=not in_scan)
+    return jax.checkpoint(function, policy=_policy(policy), prevent_cse=not in_scan)
+
+
+def named(tree: PyTree, name: str) -> PyTree:
+    """The same under a name of `NAMES`, by which a policy may keep it."""
+    return jax.tree.map(lambda x: checkpoint_name(x, name), tree)
 
 
 def scan_layers(
@@ -80,7 +137,7 @@ def scan_layers(
     def one(turn: int, in_scan: bool) -> LayerFunction:
         def body(layer: PyTree, carry: PyTree, index: Array) -> PyTree:
             whole = unshard(with_operands(eqx.combine(layer, static)))
-            return functions[turn](whole, carry, index)
+            return functions[turn](whole, named(carry, "block_input"), index)
 
         return checkpoint(body, policy, in_scan=in_scan)
 

@@ -77,7 +77,7 @@ class Config:
     seq_len: int = 4096
     """Tokens of a row."""
     remat: Policy = "full"
-    """Rematerialisation in the backward pass: none, dots, dots_no_batch, full."""
+    """Rematerialisation in the backward pass: none, dots, dots_no_batch, full, or of names."""
     precision: Precision = "bf16"
     """Dtype of activations and products; master weights are fp32. int8: bf16, with the products of
     blocks in int8."""

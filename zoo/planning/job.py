@@ -86,6 +86,8 @@ class Memory:
     """The device's memory."""
     is_refused: bool = False
     """The compiler gave up."""
+    host: float = 0.0
+    """What remat offloads to the memory of the device's host."""
 
     @property
     def fits(self) -> bool:
@@ -259,6 +261,7 @@ def _memory(
         program=program,
         total=float(stats.argument_size_in_bytes + made + stats.temp_size_in_bytes) + program,
         limit=limit,
+        host=float(stats.host_temp_size_in_bytes),
     )
 
 

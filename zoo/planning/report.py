@@ -88,6 +88,8 @@ def _memory(memory: Memory) -> Rows:
     verdict = f"{share}: {'fits' if memory.fits else 'does not fit'}"
     verdict += ", and the compiler gave up" if memory.is_refused else ""
     rows.append(("all", gigabytes(memory.total), f"{has}, {verdict}"))
+    if memory.host:
+        rows.append(("of its host", gigabytes(memory.host), "no time there and back is counted"))
     return rows
 
 

@@ -165,8 +165,8 @@ class Search:
         accumulate, policies = self.best.job.accumulate, [*remat.POLICIES]
         while accumulate % 2 == 0 and self.change(accumulate=accumulate // 2):
             accumulate //= 2
-        accumulate = self.best.job.accumulate
-        for policy in reversed(policies[: policies.index(self.best.job.remat or "none")]):
+        accumulate, first = self.best.job.accumulate, self.best.job.remat or "none"
+        for policy in reversed(policies[: policies.index(first if first in policies else "full")]):
             if not self.change(remat=policy, accumulate=accumulate):
                 accumulate *= 2
                 if not self.change(remat=policy, accumulate=accumulate):

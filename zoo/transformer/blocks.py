@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, Key
 from zoo.nn.attention.attention import attention
 from zoo.nn.layers import Norm, RMSNorm, add_bias, dropout, make_norm, normal
 from zoo.nn.products import Operand, matmul
+from zoo.nn.remat import named
 from zoo.nn.stateful import Balance
 from zoo.sharding import constrain
 from zoo.transformer.config import AttentionConfig, Config, RopeScaling
@@ -123,9 +124,9 @@ class Attention(eqx.Module):
         if rotary is not None:
             q_BTNH, k_BTKH = rotate(q_BTNH, rotary), rotate(k_BTKH, rotary)
         out_BTNH = attend(
-            constrain(q_BTNH, "batch", "inner_seq", "heads", "head_dim"),
-            constrain(k_BTKH, "batch", "inner_seq", "kv_heads", "head_dim"),
-            constrain(v_BTKH, "batch", "inner_seq", "kv_heads", "head_dim"),
+            named(constrain(q_BTNH, "batch", "inner_seq", "heads", "head_dim"), "query"),
+            named(constrain(k_BTKH, "batch", "inner_seq", "kv_heads", "head_dim"), "key"),
+            named(constrain(v_BTKH, "batch", "inner_seq", "kv_heads", "head_dim"), "value"),
             causal=self.causal,
             segment_ids=segment_ids,
             window=window,
@@ -134,6 +135,7 @@ class Attention(eqx.Module):
             implementation=self.config.kernel,
         )
         out_BTNH = constrain(out_BTNH, "batch", "inner_seq", "heads", "head_dim")
+        out_BTNH = named(out_BTNH, "attention")
         return add_bias(matmul(out_BTNH, self.wo, contract=2), self.bo)
 
 
@@ -168,11 +170,11 @@ class MLP(eqx.Module):
 
     def __call__(self, x_BTE: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
         """Map each position on its own."""
-        hidden = add_bias(matmul(x_BTE, self.w_up), self.b_up)
+        hidden = named(add_bias(matmul(x_BTE, self.w_up), self.b_up), "mlp_hidden")
         if self.w_gate is None:
             hidden = self.activation(hidden)
         else:
-            hidden = self.activation(matmul(x_BTE, self.w_gate)) * hidden
+            hidden = self.activation(named(matmul(x_BTE, self.w_gate), "mlp_hidden")) * hidden
         hidden = constrain(hidden, "batch", "inner_seq", "mlp")
         return add_bias(matmul(hidden, self.w_down), self.b_down)
 
@@ -226,6 +228,7 @@ class Block(eqx.Module):
         normed_BTE = _enter(self.attention_norm, x_BTE)
         added_BTE = self.attention(normed_BTE, segment_ids, rotary, window, attend)
         x_BTE = self._add(x_BTE, added_BTE, self.attention_out_norm, keys[0])
+        x_BTE = named(x_BTE, "mlp_input")
         normed_BTE, balance = _enter(self.mlp_norm, x_BTE), None
         if isinstance(self.mlp, MoE):
             counted_BT = jnp.ones((1, x_BTE.shape[1]))

@@ -12,7 +12,7 @@ from zoo.common import configuration
 from zoo.common.configuration import may_differ, of_training, require
 from zoo.nn.attention.attention import Implementation
 from zoo.nn.layers import ACTIVATIONS, GATED_MLPS, MLPKind, NormKind
-from zoo.nn.remat import Policy
+from zoo.nn.remat import NAMES, Kept, Policy
 from zoo.transformer.dispatch import Dispatch
 
 LayerKind = Literal["local", "global"]
@@ -199,7 +199,8 @@ class Config:
     dropout: float = of_training(0.0)
     """Rate of dropout on the embedding and on each residual update."""
     remat: Policy = may_differ("none")
-    """Rematerialisation in the backward pass: none, dots, dots_no_batch, full."""
+    """Rematerialisation in the backward pass: none, dots, dots_no_batch, full; or save:NAMES and
+    offload:NAMES (to the host), as save:query,key,value+offload:block_input."""
     scan_layers: bool = may_differ(True)
     """Run the layers by lax.scan (quick to compile), or unrolled (faster when they are small)."""
     eos_ids: tuple[int, ...] = may_differ(())
@@ -230,6 +231,8 @@ class Config:
             f"attention.head_dim={self.head_size} is odd: rotary positions rotate pairs",
         )
         require(0 <= self.dropout < 1, f"dropout={self.dropout}: must be in [0, 1)")
+        has_mlp = self.experts.num_experts is None or self.experts.num_shared > 0
+        Kept.of(self.remat, [name for name in NAMES if has_mlp or name != "mlp_hidden"])
         require(
             self.experts.num_experts is None or (self.gated and not self.bias),
             f"experts.num_experts={self.experts.num_experts}: experts are gated MLPs without "

@@ -103,8 +103,8 @@ class Config(RunConfig):
     sample_every: int | None = may_differ(None)
     """Steps between samples during training, which samples.jsonl keeps."""
     remat: Policy | None = may_differ(None)
-    """Rematerialisation in the backward pass, to save memory: none, dots, dots_no_batch, full; that
-    of the stored model if not given."""
+    """Rematerialisation in the backward pass, to save memory: none, dots, dots_no_batch, full, or
+    of names, as of recipes.lm; that of the stored model if not given."""
     dropout: float | None = None
     """Rate of dropout in training; that of the stored model if not given."""
     kernel: Implementation | None = may_differ(None)
