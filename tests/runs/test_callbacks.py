@@ -1,14 +1,17 @@
 import contextlib
+import dataclasses
 import json
 import os
 import re
 import signal
+from types import SimpleNamespace
 
 import equinox as eqx
 import fsspec
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import test_loop
 from helpers import low, only_norms, parameters
@@ -605,6 +608,14 @@ def test_average_is_resumed_bit_for_bit(tmp_path):
     assert without_speed(config(tmp_path)) == without_speed(config(tmp_path / "whole"))
 
 
+@pytest.mark.usefixtures("unchecked_types")
+def test_an_average_that_begins_later_leaves_out_skipped_steps():
+    state = zoo.init_state(Bigram, optax.sgd(0.1), key=jax.random.key(0))
+    state = dataclasses.replace(state, step=jnp.int32(5), skipped=jnp.int32(2))
+    loop = SimpleNamespace(training=SimpleNamespace(trainable=None))
+    assert callbacks.Average().initial_arrays(loop, state)["updates"] == 3
+
+
 def test_only_trained_weights_are_averaged(tmp_path):
     trainable = lambda model: eqx.tree_at(
         lambda m: m.table, jax.tree.map(lambda _: True, model), False
@@ -685,7 +696,10 @@ def test_best_model_is_kept_over_a_resume(tmp_path, capsys):
     np.testing.assert_array_equal(kept().head, again.seen[8 - 4])
     metrics = json.loads((run.run_dir / "best" / "metrics.json").read_text())
     assert (metrics["steps"], metrics["scripted"]) == (8, 0.5)
-    assert zoo.common.checksums.problems(run.run_dir / "best") == []
+    damaged = run.run_dir / "best" / "model.safetensors"
+    assert checksums.problems(damaged.parent) == []
+    damaged.write_bytes(b"")
+    assert checksums.problems(damaged.parent)
     assert "like=" in (run.run_dir / "best" / "README.md").read_text()
     assert "step 8: the best scripted so far, 0.5" in capsys.readouterr().out
 
