@@ -133,12 +133,12 @@ def int4_product(folder: Path) -> Callable[[], object]:
 
 # What has one file more raises its number here, in a commit that says why.
 CEILINGS = {
-    logit: 11,
+    logit: 12,
     row: 20,
     checkpoint: 4,
-    load: 18,
-    finetune: 29,
-    adapters: 30,
+    load: 19,
+    finetune: 31,
+    adapters: 31,
     int4_product: 3,
 }
 
