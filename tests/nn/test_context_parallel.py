@@ -221,6 +221,15 @@ def test_compiled_attention_sends_what_the_closed_form_says(
     assert numbers == (exchange.numbers(length) if "all-to-all" in kinds else of_keys)
 
 
+def test_a_ring_and_its_gradient_have_the_dtype_of_the_queries():
+    q = jax.ShapeDtypeStruct((1, 16, 2, 8), jnp.bfloat16)
+    call = functools.partial(attention, causal=True, implementation="ring")
+    total = lambda q: call(q, q, q).astype(jnp.float32).sum()
+    with sharding.use(sharding.make_mesh("context=2")):
+        assert jax.eval_shape(call, q, q, q).dtype == jnp.bfloat16
+        assert jax.eval_shape(jax.grad(total), q).dtype == jnp.bfloat16
+
+
 def test_heads_that_the_parts_do_not_divide_are_not_exchanged():
     call = functools.partial(attention, causal=True)
     q = jax.ShapeDtypeStruct((1, 16, 3, 8), jnp.float32)
