@@ -196,9 +196,9 @@ class RNN(CastsInputs):
         """The input of the output head at each step, or with a pooling one vector per row.
 
         `segment_ids` tells the packed documents of a row apart (0 is padding): each begins with a
-        state of zeros. `mask` is False at padding, which may lie anywhere in a row, and which no
-        state and no other output depends on. `positions` make no difference here. A `key` turns
-        dropout on.
+        state of zeros. `mask` is False at padding, which no state and no other output depends on,
+        and which may lie anywhere in a row (a cell with a convolution reads zeros there, so that it
+        has to lie around documents). `positions` make no difference here. A `key` turns dropout on.
 
         Raises:
             ValueError: implementation="cudnn" where it does not apply, with the reason.
