@@ -1,4 +1,4 @@
-"""What a kernel is: attention of some queries to some keys, forward and backward, and its rule.
+"""Kernels: attention of some queries to some keys, forward and backward, and its gradient.
 
 Legend of suffixes: as in `zoo.nn.attention.attention`.
 """
@@ -23,7 +23,7 @@ class Kernel(Protocol):
 
     @property
     def mask(self) -> Mask:
-        """What a query sees, by position."""
+        """The keys that a query sees, by position."""
 
     def under(self, mask: Mask, first: int = 0) -> "Kernel":
         """The same with another mask; `first` is the first query's position among the keys."""

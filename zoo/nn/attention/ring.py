@@ -114,7 +114,7 @@ class Ring(NamedTuple):
         return dq, dk, dv
 
     def _next(self, tree: Any) -> Any:
-        """What the device before this one has."""
+        """The tree of the device before this one."""
         ends = [(i, (i + 1) % self.parts) for i in range(self.parts)]
         return jax.lax.ppermute(tree, self.axes, ends)
 

@@ -148,7 +148,7 @@ class Shape(NamedTuple):
 
 
 class _Padded(NamedTuple):
-    """What a kernel takes: whole blocks, heads before time, segments where there is padding."""
+    """Inputs of a kernel: whole blocks, heads before time, segments where there is padding."""
 
     qkv: tuple[Array, Array, Array]
     segments: Any

@@ -1,4 +1,4 @@
-"""What recurrences share whose state is a matrix per head: settings, decay, and a convolution.
+"""Shared by recurrences with a matrix per head as state: settings, decay, and a convolution.
 
 A row is read in chunks, one after another: within a chunk all steps come at once, by products of
 matrices, and from chunk to chunk goes the state. A document that begins within a chunk sees nothing
@@ -161,7 +161,7 @@ class Recurrence(NamedTuple):
     open: Callable[[PyTree, Any], tuple[PyTree, Any]]
     """The state and the steps by which a part is read to say what it makes of any state."""
     summary: Callable[[Part], PyTree]
-    """What such a part makes of any state."""
+    """The map of such a part from the state before it to the one behind it."""
     after: Callable[[PyTree, PyTree], PyTree]
     """The state behind a part, of the state before it and the part's summary."""
     outputs: Callable[[PyTree, Part], Array]
@@ -257,7 +257,7 @@ class _Window(NamedTuple):
         return jnp.where(((index >= 0) & (index < self.kept))[..., None, None], moved, x)
 
     def shifted(self, inputs: Array, tap: int) -> Array:
-        """What a tap reads for each step: zeros beyond the step's own document."""
+        """The inputs that a tap reads, of each step: zeros beyond its own document."""
         x = inputs[:, tap : tap + self.seq]
         if self.document is None:
             return x

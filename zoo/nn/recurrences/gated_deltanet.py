@@ -40,7 +40,7 @@ Opened = Float[Array, "batch heads keys values_and_keys"]
 
 
 class Tokens(NamedTuple):
-    """What steps are, in float32 [batch, seq, heads, …]; without seq, one step of each row."""
+    """The inputs of steps, in float32 [batch, seq, heads, …]; without seq, one step of each row."""
 
     q: Float[Array, "batch *seq heads keys"]
     k: Float[Array, "batch *seq heads keys"]
@@ -130,7 +130,7 @@ def _inverse_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, 
 
 
 class Gates(InFloat32):
-    """What the logarithm of the decay is made of: g = -e^rate softplus(a + bias)."""
+    """Parameters of the logarithm of the decay, g = -e^rate softplus(a + bias)."""
 
     log_rate: Float[Array, "heads"]
     bias: Float[Array, "heads"]

@@ -40,13 +40,13 @@ State = Float[Array, "batch heads keys values"]
 
 
 class Tokens(NamedTuple):
-    """What steps are, in float32 [batch, seq, heads, …]; without seq, one step of each row."""
+    """The inputs of steps, in float32 [batch, seq, heads, …]; without seq, one step of each row."""
 
     c: Float[Array, "batch *seq heads keys"]
-    """What the state is asked for."""
+    """The query."""
     b: Float[Array, "batch *seq heads keys"]
     x: Float[Array, "batch *seq heads values"]
-    """What it takes in, times Δ."""
+    """The value, times Δ."""
     log_decay: Float[Array, "batch *seq heads"]
 
 
@@ -78,7 +78,7 @@ def _open(state: State, tokens: Tokens) -> tuple[State, Tokens]:
 
 
 def _summary(part: Part) -> tuple[State, Float[Array, "batch heads"]]:
-    """What the part adds, and the share that it leaves of the state before it."""
+    """The state that the part adds, and the share that it leaves of the one before it."""
     return part.state, jnp.exp(left_of_start(part.tokens.log_decay, part.marks)[:, -1])
 
 

@@ -48,7 +48,7 @@ class Memory(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What steps are, in float32 [batch, seq, heads, …]; without seq, one step of each row."""
+    """The inputs of steps, in float32 [batch, seq, heads, …]; without seq, one step of each row."""
 
     q: Float[Array, "batch *seq heads keys"]
     k: Float[Array, "batch *seq heads keys"]
@@ -114,7 +114,7 @@ def _open(state: Memory, tokens: Tokens) -> tuple[Memory, Tokens]:
 
 
 def _summary(part: Part) -> tuple[Memory, Float[Array, "batch heads"]]:
-    """What the part adds, and the logarithm of what it leaves of the state before it."""
+    """The memory that the part adds, and the logarithm of the share that it leaves."""
     return part.state, left_of_start(part.tokens.log_forget, part.marks)[:, -1]
 
 
