@@ -66,6 +66,10 @@ TESTS = {
     "nn/products": "test_precision -k 'product or matmul or bf16 or frozen or cast' "
     "| test_precision | test_products | test_rounded_products | test_quantized "
     "| test_lora | test_moe",
+    **dict.fromkeys(
+        (f"nn/recurrences/{x}" for x in ("chunks", "gated_deltanet", "mamba2", "mlstm", "parts")),
+        "test_recurrences | test_rnn -k 'delta or mamba2 or mlstm'",
+    ),
     "nn/remat": "test_remat",
     "publishing/models": "test_lora",
     "quantization/codes": "test_quantized | test_hf_quantized",

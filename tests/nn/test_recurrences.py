@@ -339,6 +339,14 @@ def test_layers_in_bf16_keep_gates_and_states_in_fp32(name):
 
 
 @pytest.mark.parametrize("name", LAYERS)
+def test_weights_are_drawn_apart(name):
+    layer = LAYERS[name](RecurrenceConfig(num_heads=2), 8, 8, "embed", key=KEY)
+    drawn = [np.ravel(x) for x in jax.tree.leaves(layer) if x.ndim > 1 and np.std(x) > 0]
+    assert len(drawn) >= 5
+    assert len({x[:2].tobytes() for x in drawn}) == len(drawn)
+
+
+@pytest.mark.parametrize("name", LAYERS)
 def test_products_are_counted(name):
     """Against the products of the program, for one chunk."""
     config = RecurrenceConfig(num_heads=2, key_dim=6, value_dim=10, chunk=16)
