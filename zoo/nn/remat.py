@@ -51,7 +51,7 @@ class Kept(NamedTuple):
 
     @staticmethod
     def of(policy: Policy, names: Sequence[str] = NAMES) -> "Kept":
-        """What a policy names, of a model whose layers have these names.
+        """The names that a policy keeps and offloads, of a model whose layers have these names.
 
         Raises:
             ValueError: it is no policy, or has another name, or one twice.

@@ -87,7 +87,7 @@ class Memory:
     is_refused: bool = False
     """The compiler gave up."""
     host: float = 0.0
-    """What remat offloads to the memory of the device's host."""
+    """Bytes that remat offloads to the memory of the device's host."""
 
     @property
     def fits(self) -> bool:
