@@ -37,8 +37,9 @@ from zoo.data.prepared.format import Manifest
 from zoo.data.token_datasets import BucketedDataset, LabelledDataset, PackedDataset, TokenDataset
 from zoo.hf.weights import Weights
 from zoo.nn.recurrences.chunks import RecurrenceConfig
+from zoo.nn.recurrences.mixers import MIXERS
 from zoo.publishing import PublishError, replacing, shelf
-from zoo.rnn.cells import CELLS, CHUNKED_CELLS
+from zoo.rnn.cells import CELLS
 from zoo.runs.checkpoint import Checkpointer
 from zoo.runs.remote.copies import Record, RemoteCopies
 from zoo.transformer.config import RopeScaling
@@ -276,7 +277,7 @@ def draw_transformer(draw: st.DrawFn, unit: int, rows: int) -> tuple[Callable, A
 def draw_rnn(draw: st.DrawFn, unit: int, rows: int) -> tuple[Callable, Any, Any]:
     hidden, bidirectional = unit * draw(st.integers(1, 3)), draw(st.booleans())
     tied = draw(st.booleans())
-    cell = draw(st.sampled_from([*CELLS, *CHUNKED_CELLS]))
+    cell = draw(st.sampled_from([*CELLS, *MIXERS]))
     config = rnn.Config(
         vocab_size=unit * math.ceil(64 / unit),
         hidden_size=hidden,
@@ -290,7 +291,7 @@ def draw_rnn(draw: st.DrawFn, unit: int, rows: int) -> tuple[Callable, Any, Any]
         remat=draw(st.sampled_from(["none", "full"])),
         hoist=draw(st.booleans()),
         unroll=draw(st.integers(1, 3)),
-        recurrence=draw_recurrence(draw, unit) if cell in CHUNKED_CELLS else RecurrenceConfig(),
+        recurrence=draw_recurrence(draw, unit) if cell in MIXERS else RecurrenceConfig(),
     )
     note(str(config))
     make_model = functools.partial(rnn.RNN, config)

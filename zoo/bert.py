@@ -111,9 +111,7 @@ class BERT(CastsAtUse):
         # A table that is added, as the one of positions is.
         self.type_embedding = Embedding(config.num_token_types, size, axis="positions", key=keys[2])
         self.embedding_norm = LayerNorm(size, eps=config.norm_eps)
-        self.blocks = eqx.filter_vmap(lambda key: Block(config.parts, key=key))(
-            jax.random.split(keys[3], config.num_layers)
-        )
+        self.blocks = Block.stacked(config.parts, key=keys[3])
         self.pooler = None
         if config.pooler:
             self.pooler = Linear(size, size, in_axis="embed", out_axis="features", key=keys[4])

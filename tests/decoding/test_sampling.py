@@ -28,7 +28,8 @@ from zoo.decoding.attention import AttentionDecoder
 from zoo.decoding.decoder import decoder_of
 from zoo.decoding.drawing import Sampler, Sampling, SamplingOptions, State
 from zoo.nn import parameters
-from zoo.rnn.cells import CELLS, CHUNKED_CELLS
+from zoo.nn.recurrences.mixers import MIXERS
+from zoo.rnn.cells import CELLS
 from zoo.runs.monitor import CompileCounter
 from zoo.transformer import Transformer, blocks
 
@@ -60,7 +61,7 @@ DECODERS: dict[str, Callable[[], Any]] = {
             "positions.kind": "learned",
         },
     ),
-    **{cell: functools.partial(drawn_rnn, cell) for cell in [*CELLS, *CHUNKED_CELLS]},
+    **{cell: functools.partial(drawn_rnn, cell) for cell in [*CELLS, *MIXERS]},
     "tied lstm": lambda: drawn_rnn("lstm", tie_embeddings=True, norm="rms"),
 }
 

@@ -13,9 +13,10 @@ from jax.test_util import check_grads
 from zoo import lora, rnn, sharding
 from zoo.nn.products import is_quantized
 from zoo.nn.recurrences.chunks import RecurrenceConfig
+from zoo.nn.recurrences.mixers import MIXERS
 from zoo.quantization.loading import quantized_skeleton
 from zoo.rnn import recurrence
-from zoo.rnn.cells import CELLS, CHUNKED_CELLS
+from zoo.rnn.cells import CELLS
 from zoo.rnn.model import _use_cudnn
 from zoo.sharding.axes import keystr
 
@@ -515,7 +516,7 @@ def test_masked_packed_tokens_are_padding():
     assert np.abs(got - call(model, TOKENS, segment_ids=SEGMENTS)).max() > 1e-3
 
 
-@pytest.mark.parametrize("cell", CHUNKED_CELLS)
+@pytest.mark.parametrize("cell", MIXERS)
 def test_matrices_of_layers_are_adapted_and_quantised(cell):
     model = make(cell=cell, hidden_size=32, recurrence=RecurrenceConfig(num_heads=2))
     adapted = lora.adapt(model, lora.Config(rank=2), key=KEY)

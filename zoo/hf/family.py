@@ -296,9 +296,10 @@ def canonical(config: transformer.Config) -> transformer.Config:
     changes: dict[str, Any] = {
         "attention.num_kv_heads": config.kv_heads,
         "attention.head_dim": config.head_size,
-        "d_ff": config.hidden_size,
-        "attention.window_pattern": shortest(pattern),
+        "d_ff": None if config.mlp == "none" else config.hidden_size,
     }
+    if "recurrent" not in pattern:
+        changes["attention.window_pattern"] = shortest(pattern)
     stretched = config.positions.scaling.factor != 1
     if config.attention.scale == config.head_size**-0.5:
         changes["attention.scale"] = None

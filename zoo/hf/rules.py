@@ -361,6 +361,9 @@ def _kinds(fields: Fields, given: Any) -> tuple[str, ...]:
 
 
 def _layer_types(config: Any) -> list[str]:
+    configuration.require(
+        "recurrent" not in config.all_layer_kinds, f"mixer.pattern={config.mixer.pattern}"
+    )
     return [_TYPES[kind] for kind in config.all_layer_kinds]
 
 

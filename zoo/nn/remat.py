@@ -120,29 +120,32 @@ def scan_layers(
     layers: PyTree,
     carry: PyTree,
     *,
+    own: Sequence[str] = (),
     policy: Policy = "none",
     scan: bool = True,
 ) -> PyTree:
     """Run `carry = function(layer, carry, index)` over layers stacked along their arrays' axis 0.
 
     Several functions take turns: the loop is then over as many layers at once, and what is left
-    over comes after it. Each layer's parameters are gathered where they are used, one layer at a
-    time, inside the rematerialised body, so that no gathered copy is kept. `scan=False` unrolls
-    the loop: faster to run on a few small layers, slower to compile.
+    over comes after it; `own` is as in `apart`. Each layer's parameters are gathered where they are
+    used, one layer at a time, inside the rematerialised body, so that no gathered copy is kept.
+    `scan=False` unrolls the loop: faster to run on a few small layers, slower to compile.
     """
     functions = [function] if callable(function) else list(function)
     arrays, static = eqx.partition(layers, eqx.is_array)
-    num_layers, turns = jax.tree.leaves(arrays)[0].shape[0], len(functions)
+    num_layers, turns = _num_layers(arrays), len(functions)
 
     def one(turn: int, in_scan: bool) -> LayerFunction:
+        rest = _without_others(static, own, turn)
+
         def body(layer: PyTree, carry: PyTree, index: Array) -> PyTree:
-            whole = unshard(with_operands(eqx.combine(layer, static)))
+            whole = unshard(with_operands(eqx.combine(layer, rest)))
             return functions[turn](whole, named(carry, "block_input"), index)
 
         return checkpoint(body, policy, in_scan=in_scan)
 
     def each(arrays: PyTree, carry: PyTree, first: int | Array, in_scan: bool = False) -> PyTree:
-        for turn, layer in enumerate(_unstack(arrays)):
+        for turn, layer in enumerate(apart(arrays, own)):
             carry = one(turn % turns, in_scan)(layer, carry, jnp.asarray(first + turn))
         return carry
 
@@ -152,18 +155,54 @@ def scan_layers(
     if turns == 1:
         body, xs = one(0, True), (arrays, jnp.arange(num_layers))
         return lax.scan(lambda carry, x: (body(x[0], carry, x[1]), None), carry, xs)[0]
-    whole, rest = rounds * turns, num_layers % turns
-    xs = jax.tree.map(lambda x: x[:whole].reshape(rounds, turns, *x.shape[1:]), arrays)
-    xs = (xs, jnp.arange(0, whole, turns))
+
+    def in_rounds(path: tuple, x: Array) -> Array:
+        each_round = own.count(_field(path)) or turns
+        return x[: rounds * each_round].reshape(rounds, each_round, *x.shape[1:])
+
+    def left_over(path: tuple, x: Array) -> Array:
+        return x[rounds * (own.count(_field(path)) or turns) :]
+
+    by_path, whole = jax.tree_util.tree_map_with_path, rounds * turns
+    xs = (by_path(in_rounds, arrays), jnp.arange(0, whole, turns))
     carry = lax.scan(lambda carry, x: (each(x[0], carry, x[1], True), None), carry, xs)[0]
-    return each(jax.tree.map(lambda x: x[whole:], arrays), carry, whole) if rest else carry
+    return each(by_path(left_over, arrays), carry, whole) if num_layers % turns else carry
 
 
-def _unstack(arrays: PyTree) -> list[PyTree]:
-    """The layers one by one; not by indexing, whose gradient would add up whole stacks."""
-    length = jax.tree.leaves(arrays)[0].shape[0]
-    split = jax.tree.map(lambda x: lax.split(x, (1,) * length), arrays)
-    return [
-        jax.tree.map(lambda x, parts: parts[index][0], arrays, split)  # noqa: B023
-        for index in range(length)
-    ]
+def apart(layers: PyTree, own: Sequence[str] = ()) -> list[PyTree]:
+    """Stacked layers one by one; not by indexing, whose gradient would add up whole stacks.
+
+    `own` names fields of `layers`, for one layer after another, repeated: a field is stacked over
+    the layers that it is named for, and is None in the others.
+    """
+    arrays, static = eqx.partition(layers, eqx.is_array)
+    split = jax.tree.map(lambda x: lax.split(x, (1,) * len(x)) if len(x) else [], arrays)
+
+    def layer(index: int) -> PyTree:
+        names = [own[i % len(own)] for i in range(index + 1)] if own else []
+
+        def pick(path: tuple, x: Array, parts: list[Array]) -> Array:
+            return parts[names[:-1].count(names[-1]) if _field(path) in own else index][0]
+
+        of_layer = [_without_others(x, own, index) for x in (arrays, split, static)]
+        picked = jax.tree_util.tree_map_with_path(pick, *of_layer[:2])
+        return eqx.combine(picked, of_layer[2])
+
+    return [layer(index) for index in range(_num_layers(arrays))]
+
+
+def _num_layers(arrays: PyTree) -> int:
+    return max(len(x) for x in jax.tree.leaves(arrays))
+
+
+def _field(path: tuple) -> str | None:
+    return getattr(path[0], "name", None) if path else None
+
+
+def _without_others(layers: PyTree, own: Sequence[str], turn: int) -> PyTree:
+    """The layers with None for each field that layers of other turns alone have."""
+    others = {*own} - {own[turn % len(own)]} if own else ()
+    if not others:
+        return layers
+    where, is_none = lambda x: [getattr(x, name) for name in others], lambda x: x is None
+    return eqx.tree_at(where, layers, [None] * len(others), is_leaf=is_none)

@@ -84,7 +84,7 @@ def candidates(
 
 def _meshes(config: Sizes, rows: int, seq_len: int, target: Target) -> Iterator[dict[str, int]]:
     """The sizes of axes that divide what they split."""
-    divided = dict.fromkeys(_SPLIT, math.gcd(config.kv_heads, config.hidden_size))
+    divided = dict.fromkeys(_SPLIT, math.gcd(*_split_sizes(config)))
     divided |= dict.fromkeys(_EXPERTS, config.experts.num_experts or 1)
     divided |= dict.fromkeys(_TOKENS, seq_len if rows < target.num_devices else 1)
     n = target.num_devices
@@ -101,6 +101,17 @@ def _meshes(config: Sizes, rows: int, seq_len: int, target: Target) -> Iterator[
             rows % sharding.num_batch_parts(sharding.abstract_mesh(abstract, n))
         ):
             yield named
+
+
+def _split_sizes(config: Sizes) -> list[int]:
+    """The sizes that a mesh axis of heads has to divide."""
+    settings = config.mixer.recurrence
+    sizes = [config.kv_heads] if "attention" in config.mixers else []
+    sizes += [config.hidden_size] if config.mlp != "none" else []
+    if "recurrence" in config.mixers:
+        sizes += [settings.num_heads]
+        sizes += [settings.num_key_heads or 0] if config.mixer.kind == "gated_deltanet" else []
+    return sizes
 
 
 def _seconds(where: Topology, ids: np.ndarray, kind: Kind, whole: float, axis: str) -> float:
@@ -133,7 +144,7 @@ def _by_hand(
 
     experts = config.num_layers * (config.experts.num_experts or 0) * _expert(config)
     local = tokens / parts({*_ROWS, *_TOKENS})
-    layers, width = config.num_layers, config.d_model
+    width = config.d_model
     heads, kv_heads = (n // parts(_SPLIT) for n in (config.num_heads, config.kv_heads))
 
     # Gathered forward and backward, gradients scattered; what is kept twice is summed.
@@ -148,8 +159,11 @@ def _by_hand(
     for axis in set(_ROWS) - sharding.STORAGE_AXES - set(_EXPERTS):
         parameters += seconds("all-reduce", stored * _BYTES, axis)
     activations = 0.0
-    for axis in _SPLIT:  # behind attention and MLP, forward, backward, and attention again
-        activations += (5 * layers + 2) * seconds("all-reduce", local * width * _BYTES, axis)
+    for axis in _SPLIT:  # behind each part, forward, backward, and attention again
+        activations += (5 * config.num_parts / 2 + 2) * seconds(
+            "all-reduce", local * width * _BYTES, axis
+        )
+    layers = config.mixers.count("attention")
     for axis in _TOKENS:  # of attention: forward, again, and backward
         head = local * config.head_size * _BYTES
         exchange = Exchange((), sizes[axis], heads, kv_heads)

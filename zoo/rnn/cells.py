@@ -1,6 +1,6 @@
 """Recurrent cells, such as LSTM and GRU, in one table. A new cell is an entry in it.
 
-One whose state is a matrix is a layer of its own, of `zoo.nn.recurrences`, in another table. Any
+One whose state is a matrix is a layer of its own, in the table `zoo.nn.recurrences.mixers`. Any
 other computes with its terms, the inputs of its non-linearities: each is a gate of the input (a
 product with `weight_ih`), one of the state (with `weight_hh`), or their sum, plus a bias.
 
@@ -9,14 +9,11 @@ Legend of suffixes: B batch, T time, P terms, H hidden.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
-
-from zoo.nn.recurrences import gated_deltanet, mamba2, mlstm
-from zoo.nn.recurrences.chunks import Mixer, RecurrenceConfig
 
 CellName = Literal["lstm", "gru", "elman", "mingru", "minlstm", "gated_deltanet", "mamba2", "mlstm"]
 State = tuple[Float[Array, "batch hidden"], ...]  # float32: (h, c) of an LSTM, (h,) of the others
@@ -78,20 +75,4 @@ CELLS: dict[CellName, Cell] = {
     "elman": Cell(1, (0,), (0,), advance=_elman),
     "mingru": Cell(2, (0, 1), (), linear=_mingru),
     "minlstm": Cell(3, (0, 1, 2), (), linear=_minlstm),
-}
-
-
-class ChunkedCell(NamedTuple):
-    """A recurrence whose state is a matrix per head, as a layer with its own projections."""
-
-    layer: Callable[..., Mixer]
-    num_products: Callable[[RecurrenceConfig, int, int, int], float]
-    """Multiplications per step, of the settings, the widths of input and layer, and the steps of a
-    chunk."""
-
-
-CHUNKED_CELLS: dict[CellName, ChunkedCell] = {
-    "gated_deltanet": ChunkedCell(gated_deltanet.GatedDeltaNet, gated_deltanet.num_products),
-    "mamba2": ChunkedCell(mamba2.Mamba2, mamba2.num_products),
-    "mlstm": ChunkedCell(mlstm.MLSTM, mlstm.num_products),
 }

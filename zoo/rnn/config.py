@@ -9,7 +9,8 @@ from zoo.common.configuration import may_differ, of_training, require
 from zoo.nn.layers import OptionalNorm
 from zoo.nn.recurrences.chunks import RecurrenceConfig
 from zoo.nn.recurrences.marks import Chunks
-from zoo.rnn.cells import CELLS, CHUNKED_CELLS, CellName
+from zoo.nn.recurrences.mixers import MIXERS
+from zoo.rnn.cells import CELLS, CellName
 
 
 @dataclass(frozen=True)
@@ -81,35 +82,12 @@ class Config:
             f"implementation='cudnn' has no remat or truncate, and they are {self.remat!r} and "
             f"{self.truncate}",
         )
-
-        self._check_recurrence()
-
-    def _check_recurrence(self) -> None:
-        """Refuse settings of matrices that the cell does not have."""
-        settings, default, cell = self.recurrence, RecurrenceConfig(), self.cell
-        for name, cells in {
-            "num_key_heads": ("gated_deltanet", "mamba2"),
-            "taps": ("gated_deltanet", "mamba2"),
-            "negative_eigenvalues": ("gated_deltanet",),
-            **dict.fromkeys(("num_heads", "key_dim", "value_dim"), CHUNKED_CELLS),
-        }.items():
-            value = getattr(settings, name)
-            require(
-                cell in cells or value == getattr(default, name),
-                f"recurrence.{name}={value!r}: is for cell={' or '.join(map(repr, cells))}, and "
-                f"this is {cell!r}",
-            )
-        if cell in CHUNKED_CELLS:
-            require(
-                settings.value_dim is not None or self.hidden_size % settings.num_heads == 0,
-                f"recurrence.num_heads={settings.num_heads} does not divide hidden_size="
-                f"{self.hidden_size}: change either, or set recurrence.value_dim",
-            )
-            require(
-                not (self.bidirectional and self.pooling == "last"),
-                f"pooling='last': a bidirectional network of cell={cell!r} has no last step; take "
-                "'mean'",
-            )
+        self.recurrence.check("recurrence.", self.cell, ("hidden_size", self.hidden_size))
+        require(
+            self.cell in CELLS or not (self.bidirectional and self.pooling == "last"),
+            f"pooling='last': a bidirectional network of cell={self.cell!r} has no last step; take "
+            "'mean'",
+        )
 
     @property
     def embedding_size(self) -> int:
@@ -145,8 +123,8 @@ def num_flops_per_token(config: Config) -> float:
     Of cells with a matrix as state, for rows of whole chunks.
     """
     hidden = config.hidden_size
-    if config.cell in CHUNKED_CELLS:
-        num_products, settings = CHUNKED_CELLS[config.cell].num_products, config.recurrence
+    if config.cell in MIXERS:
+        num_products, settings = MIXERS[config.cell].num_products, config.recurrence
         directions, size = 2 if config.bidirectional else 1, settings.chunk_size
         weights = directions * sum(
             num_products(settings, in_size, hidden, size) for in_size in config.in_sizes

@@ -20,7 +20,8 @@ from zoo.nn.products import transposed
 from zoo.nn.protocols import SequenceOptions
 from zoo.nn.recurrences.chunks import Mixer
 from zoo.nn.recurrences.marks import Chunks, Marks, make_marks, over_time
-from zoo.rnn.cells import CELLS, CHUNKED_CELLS
+from zoo.nn.recurrences.mixers import MIXERS
+from zoo.rnn.cells import CELLS
 from zoo.rnn.config import Config
 from zoo.rnn.recurrence import Options, Weights, cudnn_lstm, cudnn_refusal, recur
 from zoo.sharding import ShardingError, constrain, split_by
@@ -71,9 +72,9 @@ class Layer(eqx.Module):
 
     def __init__(self, config: Config, in_size: int, in_axis: str, *, key: Key[Array, ""]):
         def direction(key: Key[Array, ""]) -> Direction | Mixer:
-            if config.cell not in CHUNKED_CELLS:
+            if config.cell not in MIXERS:
                 return Direction(config, in_size, in_axis, key=key)
-            layer = CHUNKED_CELLS[config.cell].layer
+            layer = MIXERS[config.cell].layer
             return layer(config.recurrence, in_size, config.hidden_size, in_axis, key=key)
 
         keys = jax.random.split(key, 2 if config.bidirectional else 1)
@@ -235,7 +236,7 @@ class RNN(CastsInputs):
         valid = marks[0].valid
         if valid is not None:
             x_BTD = jnp.where(valid[:, :, None], x_BTD, 0)
-        if config.pooling == "last" and config.cell in CHUNKED_CELLS:
+        if config.pooling == "last" and config.cell in MIXERS:
             steps = jnp.arange(x_BTD.shape[1], dtype=jnp.int32)[None]
             last = steps[:, -1:] if valid is None else jnp.where(valid, steps, 0).max(1)[:, None]
             x_BTD = jnp.take_along_axis(x_BTD, last[:, :, None], 1)

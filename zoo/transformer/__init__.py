@@ -1,8 +1,10 @@
 """The transformer family: a decoder, or with `causal=False` an encoder."""
 
+from zoo.nn.recurrences.chunks import RecurrenceConfig as RecurrenceConfig
 from zoo.transformer.config import AttentionConfig as AttentionConfig
 from zoo.transformer.config import Config as Config
 from zoo.transformer.config import ExpertsConfig as ExpertsConfig
+from zoo.transformer.config import MixerConfig as MixerConfig
 from zoo.transformer.config import PositionsConfig as PositionsConfig
 from zoo.transformer.config import ResidualConfig as ResidualConfig
 from zoo.transformer.config import num_flops_per_token as num_flops_per_token

@@ -1,11 +1,14 @@
-"""One layer of a transformer: attention, MLP or mixture of experts, and the norms around them.
+"""One layer of a transformer: its mixer, its MLP or mixture of experts, and the norms around them.
 
 Legend of suffixes: B batch, T time, E embed, N query heads, K key-value heads, H head size.
 """
 
 import dataclasses
+import math
+import operator
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -15,6 +18,9 @@ from jaxtyping import Array, Float, Int, Key
 from zoo.nn.attention.attention import attention
 from zoo.nn.layers import Norm, RMSNorm, add_bias, dropout, make_norm, normal
 from zoo.nn.products import Operand, matmul
+from zoo.nn.recurrences.chunks import Mixer
+from zoo.nn.recurrences.marks import Marks
+from zoo.nn.recurrences.mixers import MIXERS
 from zoo.nn.remat import named
 from zoo.nn.stateful import Balance
 from zoo.sharding import constrain
@@ -23,6 +29,8 @@ from zoo.transformer.moe import MoE
 
 # `attention`, or a function in its place where keys and values are kept.
 Attend = Callable[..., Float[Array, "batch seq heads head_dim"]]
+# `from_zeros`, or a function in its place where states are kept.
+Recur = Callable[[Mixer, Array, Marks], Float[Array, "batch seq embed"]]
 Rotary = tuple[Float[Array, "#batch seq head_dim"], Float[Array, "#batch seq head_dim"]]
 
 
@@ -84,7 +92,7 @@ class Attention(eqx.Module):
         self.wk = normal(k_key, (embed, kv_heads, size), embed)
         self.wv = normal(v_key, (embed, kv_heads, size), embed)
         # Divided by the number of parts that add to the residual stream (Radford et al. 2019).
-        self.wo = normal(o_key, (heads, size, embed), heads * size * 2 * config.num_layers)
+        self.wo = normal(o_key, (heads, size, embed), heads * size * config.num_parts)
         qkv_bias = config.bias or config.attention.qkv_bias
         self.bq = jnp.zeros((heads, size)) if qkv_bias else None
         self.bk = jnp.zeros((kv_heads, size)) if qkv_bias else None
@@ -163,7 +171,7 @@ class MLP(eqx.Module):
         gate_key, up_key, down_key = jax.random.split(key, 3)
         self.w_gate = normal(gate_key, (embed, hidden), embed) if config.gated else None
         self.w_up = normal(up_key, (embed, hidden), embed)
-        self.w_down = normal(down_key, (hidden, embed), hidden * 2 * config.num_layers)
+        self.w_down = normal(down_key, (hidden, embed), hidden * config.num_parts)
         self.b_up = jnp.zeros(hidden) if config.bias else None
         self.b_down = jnp.zeros(embed) if config.bias else None
         self.activation = config.activation
@@ -179,36 +187,73 @@ class MLP(eqx.Module):
         return add_bias(matmul(hidden, self.w_down), self.b_down)
 
 
+def make_recurrence(config: Config, *, key: Key[Array, ""]) -> Mixer:
+    """The recurrence of a layer, whose output is divided as attention's is."""
+    kind, width = config.mixer.kind, config.d_model
+    assert kind is not None
+    made: Any = MIXERS[kind].layer(config.mixer.recurrence, width, width, "embed", key=key)
+    return eqx.tree_at(lambda mixer: mixer.wo, made, made.wo / math.sqrt(config.num_parts))
+
+
+def from_zeros(
+    recurrence: Mixer, x_BTE: Float[Array, "batch seq embed"], marks: Marks
+) -> Float[Array, "batch seq embed"]:
+    """The output of a recurrence that begins with a state of zeros."""
+    return recurrence(x_BTE, recurrence.initial_state(x_BTE.shape[0]), marks)[1]
+
+
 class Block(eqx.Module):
-    """One layer: attention, then MLP, each added to the residual stream."""
+    """One layer: attention or a recurrence, then an MLP, each added to the residual stream."""
 
     attention_norm: Norm | None
-    attention: Attention
+    attention: Attention | None
+    recurrence: Mixer | None
     attention_out_norm: Norm | None
     mlp_norm: Norm | None
-    mlp: MLP | MoE
+    mlp: MLP | MoE | None
     shared_mlp: MLP | None
     mlp_out_norm: Norm | None
     norms_stream: bool = eqx.field(static=True)
     dropout: float = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: Key[Array, ""]):
-        attention_key, mlp_key = jax.random.split(key)
-        placement = config.residual.norm_placement
+        """All that layers of each kind have: with no mixer yet."""
+        placement, experts, has_mlp = (
+            config.residual.norm_placement,
+            config.experts,
+            config.mlp != "none",
+        )
         before, after = placement in ("pre", "both"), placement != "pre"
+        self.attention = self.recurrence = None
         self.attention_norm = residual_norm(config) if before else None
-        self.attention = Attention(config, key=attention_key)
         self.attention_out_norm = residual_norm(config) if after else None
-        self.mlp_norm = residual_norm(config) if before else None
-        experts = config.experts
+        self.mlp_norm = residual_norm(config) if before and has_mlp else None
         part = MLP if experts.num_experts is None else MoE
-        self.mlp = part(config, key=mlp_key)
+        self.mlp = part(config, key=key) if has_mlp else None
         self.shared_mlp = None
         if experts.num_shared > 0:  # as one MLP
             wide = dataclasses.replace(config, d_ff=experts.num_shared * config.hidden_size)
-            self.shared_mlp = MLP(wide, key=jax.random.fold_in(mlp_key, 1))
-        self.mlp_out_norm = residual_norm(config) if after else None
+            self.shared_mlp = MLP(wide, key=jax.random.fold_in(key, 1))
+        self.mlp_out_norm = residual_norm(config) if after and has_mlp else None
         self.norms_stream, self.dropout = placement == "stream", config.dropout
+
+    @staticmethod
+    def stacked(config: Config, *, key: Key[Array, ""]) -> "Block":
+        """All layers as one, their arrays along axis 0: a mixer's, of the layers that have it."""
+        mixer_keys, mlp_keys = jax.vmap(jax.random.split, out_axes=1)(
+            jax.random.split(key, config.num_layers)
+        )
+        blocks = eqx.filter_vmap(lambda key: Block(config, key=key))(mlp_keys)
+        for name, make in (("attention", Attention), ("recurrence", make_recurrence)):
+            if name in config.mixers:
+                layers = [i for i, mixer in enumerate(config.mixers) if mixer == name]
+                stack = eqx.filter_vmap(lambda key: make(config, key=key))(  # noqa: B023
+                    mixer_keys[jnp.asarray(layers)]
+                )
+                blocks = eqx.tree_at(
+                    operator.attrgetter(name), blocks, stack, is_leaf=lambda x: x is None
+                )
+        return blocks
 
     def __call__(
         self,
@@ -217,17 +262,27 @@ class Block(eqx.Module):
         rotary: Rotary | None,
         window: int | None,
         key: Key[Array, ""] | None,
-        attend: Attend = attention,
+        attend: Attend | None = None,
         weights_BT: Float[Array, "batch seq"] | None = None,
+        marks: Marks | None = None,
+        recur: Recur = from_zeros,
     ) -> tuple[Float[Array, "batch seq embed"], Balance | None]:
         """Apply the layer to the residual stream; also the `Balance` of its experts.
 
-        `weights_BT` weight the positions in the balance; padding never counts.
+        `weights_BT` weight the positions in the balance; padding never counts. `marks` are what
+        `segment_ids` say to a recurrence.
         """
         keys = (None, None) if key is None else jax.random.split(key)
         normed_BTE = _enter(self.attention_norm, x_BTE)
-        added_BTE = self.attention(normed_BTE, segment_ids, rotary, window, attend)
+        if self.recurrence is not None:
+            added_BTE = recur(self.recurrence, normed_BTE, marks or Marks())
+        else:
+            assert self.attention is not None
+            attend = attention if attend is None else attend
+            added_BTE = self.attention(normed_BTE, segment_ids, rotary, window, attend)
         x_BTE = self._add(x_BTE, added_BTE, self.attention_out_norm, keys[0])
+        if self.mlp is None:
+            return x_BTE, None
         x_BTE = named(x_BTE, "mlp_input")
         normed_BTE, balance = _enter(self.mlp_norm, x_BTE), None
         if isinstance(self.mlp, MoE):

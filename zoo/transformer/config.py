@@ -12,10 +12,13 @@ from zoo.common import configuration
 from zoo.common.configuration import may_differ, of_training, require
 from zoo.nn.attention.attention import Implementation
 from zoo.nn.layers import ACTIVATIONS, GATED_MLPS, MLPKind, NormKind
+from zoo.nn.recurrences.chunks import RecurrenceConfig
+from zoo.nn.recurrences.mixers import MIXERS, MixerName
 from zoo.nn.remat import NAMES, Kept, Policy
 from zoo.transformer.dispatch import Dispatch
 
-LayerKind = Literal["local", "global"]
+Reach = Literal["local", "global"]
+LayerKind = Literal[Reach, "recurrent"]
 Scores = Literal["softmax", "sigmoid"]
 
 
@@ -33,7 +36,7 @@ class AttentionConfig:
     """RMSNorm of queries and keys: over each head (Henry et al. 2020), or all together (OLMo 2)."""
     window: int | None = None
     """Sliding window: a token sees that many positions, its own included."""
-    window_pattern: tuple[LayerKind, ...] = ("local",)
+    window_pattern: tuple[Reach, ...] = ("local",)
     """Which layers have the window, repeated over the layers: local ones do, global ones do not."""
     scale: float | None = None
     """Factor of the attention logits; head_dim^-0.5 if not given."""
@@ -152,6 +155,31 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True)
+class MixerConfig:
+    """What mixes the positions of a row in each layer: attention, or a recurrence over them."""
+
+    pattern: tuple[Literal["attention", MixerName], ...] = ("attention",)
+    """The mixer of each layer, repeated over the layers; of recurrences there is one kind."""
+    recurrence: RecurrenceConfig = RecurrenceConfig()
+    """Of gated_deltanet, mamba2 and mlstm."""
+
+    def __post_init__(self) -> None:
+        configuration.check(self, "mixer.")
+        require(len(self.pattern) > 0, "mixer.pattern=(): needs a mixer at least")
+        kinds = sorted({*self.pattern} - {"attention"})
+        require(
+            len(kinds) < 2,
+            f"mixer.pattern={self.pattern} has {' and '.join(kinds)}: choose one of them, beside "
+            "attention",
+        )
+
+    @property
+    def kind(self) -> MixerName | None:
+        """The kind of the recurrence, if there is one."""
+        return next((name for name in self.pattern if name != "attention"), None)
+
+
+@dataclass(frozen=True)
 class ResidualConfig:
     """The residual stream, and the norms between it and the parts that add to it."""
 
@@ -184,10 +212,11 @@ class Config:
     """Query heads per layer."""
     d_ff: int | None = None
     """Hidden width of the MLP; 4 d_model if not given, and 8/3 of it (rounded up) when gated."""
-    mlp: MLPKind = "swiglu"
-    """Kind of MLP: gated by SiLU, gated by GELU (geglu), or plain, with that activation."""
+    mlp: MLPKind | Literal["none"] = "swiglu"
+    """Kind of MLP: gated by SiLU, gated by GELU (geglu), or plain, with that activation; with none
+    a layer is its mixer alone (Mamba-2)."""
     bias: bool = False
-    """Biases in the projections (and in LayerNorm)."""
+    """Biases in the projections of attention and MLPs (and in LayerNorm)."""
     max_seq_len: int = 2048
     """Longest sequence; learned positions have a table of that many rows."""
     causal: bool = True
@@ -209,6 +238,7 @@ class Config:
     positions: PositionsConfig = PositionsConfig()
     experts: ExpertsConfig = ExpertsConfig()
     residual: ResidualConfig = ResidualConfig()
+    mixer: MixerConfig = MixerConfig()
 
     def __post_init__(self) -> None:
         configuration.check(self)
@@ -217,6 +247,37 @@ class Config:
         )
         configuration.check_positive(self, "", "logit_soft_cap")
         configuration.check_ids("eos_ids", self.eos_ids, self.vocab_size)
+        require(0 <= self.dropout < 1, f"dropout={self.dropout}: must be in [0, 1)")
+        require(
+            self.experts.num_experts is None or (self.gated and not self.bias),
+            f"experts.num_experts={self.experts.num_experts}: experts are gated MLPs without "
+            f"biases, and mlp={self.mlp!r}, bias={self.bias}",
+        )
+        require(
+            self.mlp != "none" or self.d_ff is None,
+            f"d_ff={self.d_ff}: is the width of an MLP, and mlp='none'",
+        )
+        self._check_mixers()
+        missing = [] if "attention" in self.mixers else ["query", "key", "value", "attention"]
+        if self.mlp == "none":
+            missing += ["mlp_input"]
+        if self.mlp == "none" or (self.experts.num_experts and not self.experts.num_shared):
+            missing += ["mlp_hidden"]
+        Kept.of(self.remat, [name for name in NAMES if name not in missing])
+
+    def _check_mixers(self) -> None:
+        """Refuse attention and recurrences that layers can't have."""
+        kind = self.mixer.kind
+        self.mixer.recurrence.check(
+            "mixer.recurrence.", kind or "attention", ("d_model", self.d_model)
+        )
+        require(
+            self.causal or kind is None,
+            f"mixer.pattern has {kind}, which sees no later positions, and causal=False: choose "
+            "attention alone for an encoder",
+        )
+        if "attention" not in self.mixers:
+            return
         require(
             self.attention.head_dim is not None or self.d_model % self.num_heads == 0,
             f"num_heads={self.num_heads} does not divide d_model={self.d_model}: change either, "
@@ -229,14 +290,6 @@ class Config:
         require(
             self.positions.kind != "rotary" or self.head_size % 2 == 0,
             f"attention.head_dim={self.head_size} is odd: rotary positions rotate pairs",
-        )
-        require(0 <= self.dropout < 1, f"dropout={self.dropout}: must be in [0, 1)")
-        has_mlp = self.experts.num_experts is None or self.experts.num_shared > 0
-        Kept.of(self.remat, [name for name in NAMES if has_mlp or name != "mlp_hidden"])
-        require(
-            self.experts.num_experts is None or (self.gated and not self.bias),
-            f"experts.num_experts={self.experts.num_experts}: experts are gated MLPs without "
-            f"biases, and mlp={self.mlp!r}, bias={self.bias}",
         )
 
     @property
@@ -267,9 +320,21 @@ class Config:
         return ACTIVATIONS[GATED_MLPS.get(self.mlp, self.mlp)]
 
     @property
+    def num_parts(self) -> int:
+        """Parts of all layers that add to the residual stream."""
+        return self.num_layers * (1 if self.mlp == "none" else 2)
+
+    @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """The kinds of layers that take turns: all are global where there is no window."""
-        return ("global",) if self.attention.window is None else self.attention.window_pattern
+        """The kinds of layers that take turns: attention is global where there is no window."""
+        windows = ("global",) if self.attention.window is None else self.attention.window_pattern
+        mixers = self.mixer.pattern
+        return tuple(
+            windows[index % len(windows)]
+            if mixers[index % len(mixers)] == "attention"
+            else "recurrent"
+            for index in range(math.lcm(len(windows), len(mixers)))
+        )
 
     @property
     def all_layer_kinds(self) -> tuple[LayerKind, ...]:
@@ -277,9 +342,24 @@ class Config:
         kinds = self.layer_kinds
         return tuple(kinds[index % len(kinds)] for index in range(self.num_layers))
 
+    @property
+    def own(self) -> tuple[str, ...]:
+        """The field of `Block` that the layers of each turn alone have, for `scan_layers`."""
+        return tuple(map(mixer_of, self.layer_kinds))
+
+    @property
+    def mixers(self) -> tuple[str, ...]:
+        """The field of `Block` that has each layer's mixer."""
+        return tuple(map(mixer_of, self.all_layer_kinds))
+
     def window_of(self, kind: LayerKind) -> int | None:
         """The sliding window of a layer of that kind."""
         return self.attention.window if kind == "local" else None
+
+
+def mixer_of(kind: LayerKind) -> Literal["attention", "recurrence"]:
+    """The field of `Block` that has the mixer of layers of that kind."""
+    return "recurrence" if kind == "recurrent" else "attention"
 
 
 def num_flops_per_token(config: Config, seq_len: int) -> float:
@@ -291,16 +371,24 @@ def num_flops_per_token(config: Config, seq_len: int) -> float:
     """
     heads, kv_heads, size = config.num_heads, config.kv_heads, config.head_size
     attention_weights = config.d_model * size * (2 * heads + 2 * kv_heads)
+    weights: float = config.mixers.count("attention") * attention_weights
+    if config.mixer.kind is not None:
+        settings, width = config.mixer.recurrence, config.d_model
+        num_products = MIXERS[config.mixer.kind].num_products
+        chunk = min(settings.chunk_size, seq_len)
+        per_layer = num_products(settings, width, width, chunk)
+        weights += config.mixers.count("recurrence") * per_layer
     mlp_weights = config.d_model * config.hidden_size * (3 if config.gated else 2)
     if config.experts.num_experts is not None:
         mlp_weights *= config.experts.per_token + config.experts.num_shared
         mlp_weights += config.d_model * config.experts.num_experts
-    weights = config.num_layers * (attention_weights + mlp_weights)
+    weights += 0 if config.mlp == "none" else config.num_layers * mlp_weights
     weights += config.d_model * config.vocab_size
 
     def visible(window: int | None) -> float:
         keys = min(seq_len, window or seq_len)
         return keys / 2 if config.causal and keys == seq_len else float(keys)
 
-    all_visible = sum(visible(config.window_of(kind)) for kind in config.all_layer_kinds)
+    kinds = [kind for kind in config.all_layer_kinds if kind != "recurrent"]
+    all_visible = sum(visible(config.window_of(kind)) for kind in kinds)
     return 6.0 * weights + 12.0 * heads * size * all_visible

@@ -17,6 +17,7 @@ from zoo.nn.layers import Embedding, Linear, Norm, Readout, dropout
 from zoo.nn.parameters import CastsAtUse, unshard
 from zoo.nn.products import transposed
 from zoo.nn.protocols import SequenceOptions
+from zoo.nn.recurrences.marks import Marks, make_marks
 from zoo.nn.remat import scan_layers
 from zoo.nn.stateful import Balance
 from zoo.sharding import constrain
@@ -44,9 +45,7 @@ class Transformer(CastsAtUse):
             self.position_embedding = Embedding(
                 config.max_seq_len, config.d_model, axis="positions", key=position_key
             )
-        self.blocks = eqx.filter_vmap(lambda key: Block(config, key=key))(
-            jax.random.split(blocks_key, config.num_layers)
-        )
+        self.blocks = Block.stacked(config, key=blocks_key)
         self.final_norm = residual_norm(config)
         self.head = None
         if not config.tie_embeddings:
@@ -130,13 +129,13 @@ class Transformer(CastsAtUse):
         if self.position_embedding is not None:
             x_BTE = x_BTE + self.position_embedding(positions)
         config, rotaries = self.config.positions, {}
-        for kind in set(self.config.layer_kinds):
+        for kind in dict.fromkeys(self.config.layer_kinds):  # in an order that processes share
             theta, scaling = config.theta, config.scaling
             if kind == "local" and config.local_theta is not None:
                 theta, scaling = config.local_theta, RopeScaling()
             rotaries[kind] = (
                 rotary_tables(positions, self.config.head_size, theta, scaling)
-                if config.kind == "rotary"
+                if config.kind == "rotary" and kind != "recurrent"
                 else None
             )
         return constrain(x_BTE, "batch", "seq", "embed"), rotaries
@@ -158,6 +157,14 @@ class Transformer(CastsAtUse):
         return self if self.head is None else eqx.tree_at(lambda model: model.head, self, None)
 
 
+def marks_of(config: Config, segment_ids: Int[Array, "batch seq"] | None, batch_size: int) -> Marks:
+    """What the documents of rows say to recurrences: which steps count, and where one begins."""
+    if segment_ids is None or "recurrence" not in config.mixers:
+        return Marks()
+    (marks, _), _ = make_marks(segment_ids, None, jnp.zeros(batch_size, jnp.int32))
+    return marks
+
+
 def through_blocks(
     config: Config,
     blocks: Block,
@@ -175,6 +182,7 @@ def through_blocks(
     if key is not None:
         layers_key, embedding_key = jax.random.split(key)
         x_BTE = dropout(x_BTE, config.dropout, embedding_key)
+    marks = marks_of(config, segment_ids, x_BTE.shape[0])
     zeros = [jnp.zeros(x_BTE.shape[0]) for _ in Balance._fields]
     balance = None if config.experts.num_experts is None else Balance(*zeros)
 
@@ -182,13 +190,16 @@ def through_blocks(
         x_BTE, so_far = carry
         layer_key = None if layers_key is None else jax.random.fold_in(layers_key, index)
         rotary, window = rotaries[kind], config.window_of(kind)
-        x_BTE, balance = block(x_BTE, segment_ids, rotary, window, layer_key, weights_BT=weights)
+        x_BTE, balance = block(
+            x_BTE, segment_ids, rotary, window, layer_key, weights_BT=weights, marks=marks
+        )
         return x_BTE, jax.tree.map(jnp.add, so_far, balance)
 
     x_BTE, balance = scan_layers(
         [partial(layer, kind) for kind in config.layer_kinds],
         blocks,
         (x_BTE, balance),
+        own=config.own,
         policy=config.remat,
         scan=config.scan_layers,
     )

@@ -42,7 +42,7 @@ class MoE(eqx.Module):
         self.router = normal(router_key, (size, num_experts), size)
         self.w_gate = normal(gate_key, (num_experts, size, hidden_size), size)
         self.w_up = normal(up_key, (num_experts, size, hidden_size), size)
-        fan_in = hidden_size * 2 * config.num_layers
+        fan_in = hidden_size * config.num_parts
         self.w_down = normal(down_key, (num_experts, hidden_size, size), fan_in)
         self.bias = None if rate is None else LoadBias(jnp.zeros(num_experts), rate)
         self.activation, self.config = config.activation, config.experts

@@ -1,0 +1,299 @@
+"""Hybrids: layers of attention and of recurrences, by a pattern, in one transformer."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import (
+    VOCAB,
+    arrays,
+    assert_trees_close,
+    drawn_transformer,
+    make_transformer,
+    small_config,
+    token_batch,
+    with_config,
+)
+
+import zoo
+from zoo import losses, sharding
+from zoo.common import configuration
+from zoo.nn.products import is_quantized
+from zoo.nn.recurrences.marks import Marks
+from zoo.nn.recurrences.mixers import MIXERS
+from zoo.nn.remat import apart
+from zoo.publishing import PublishError
+from zoo.quantization.loading import quantized_skeleton
+from zoo.transformer.blocks import rotary_tables
+from zoo.transformer.config import num_flops_per_token
+from zoo.wrappers import lora
+
+KEY = jax.random.key(0)
+
+
+def hybrid(kind: str = "mamba2", **changes: Any) -> dict[str, Any]:
+    """Layers of a recurrence and of attention in turn, three in all; heads that devices divide."""
+    of_kind = {"mixer.recurrence.num_heads": 4, "mixer.recurrence.chunk": 4}
+    pattern = {"mixer.pattern": (kind, "attention"), "num_layers": 3, "num_heads": 4}
+    return {**pattern, **of_kind, "attention.head_dim": 8, **changes}
+
+
+# Of which the loop runs two rounds, and one layer comes after it.
+THREE_TO_ONE = {"mixer.pattern": ("mlstm", "mlstm", "attention"), "num_layers": 7}
+
+
+def gradients(model: Any, batch: dict[str, Any]) -> tuple:
+    """The loss of a batch, and its gradient."""
+
+    def total(model: Any) -> Any:
+        return losses.next_token(model, batch, None)[0]
+
+    return eqx.filter_jit(eqx.filter_value_and_grad(total))(model)
+
+
+# What layers there are
+
+
+@pytest.mark.parametrize(
+    ("changes", "kinds"),
+    [
+        ({}, "global"),
+        ({"mixer.pattern": ("mlstm",)}, "recurrent"),
+        ({"mixer.pattern": ("mamba2", "mamba2", "attention")}, "recurrent recurrent global"),
+        (
+            {
+                "mixer.pattern": ("attention", "mlstm"),
+                "attention.window": 4,
+                "attention.window_pattern": ("local", "local", "global"),
+            },
+            "local recurrent global recurrent local recurrent",
+        ),
+    ],
+)
+def test_kinds_of_layers_take_turns(changes, kinds):
+    assert small_config(**changes).layer_kinds == tuple(kinds.split())
+
+
+def test_layers_that_have_a_mixer_are_stacked_by_themselves():
+    model = drawn_transformer(**hybrid(**THREE_TO_ONE))
+    blocks = model.blocks
+    found = {name: len(x) for name, x in arrays(eqx.filter(blocks, eqx.is_array)).items()}
+    counts = {"attention": 2, "recurrence": 5}
+    assert found == {name: counts.get(name.split(".")[0], 7) for name in found}
+    layers = apart(blocks, model.config.own)
+    with_attention = [index for index in range(7) if layers[index].recurrence is None]
+    assert with_attention == [i for i in range(7) if layers[i].attention is not None] == [2, 5]
+    np.testing.assert_array_equal(layers[5].attention.wq, blocks.attention.wq[1])
+    np.testing.assert_array_equal(layers[6].recurrence.wq, blocks.recurrence.wq[4])
+    np.testing.assert_array_equal(layers[6].mlp.w_up, blocks.mlp.w_up[6])
+
+
+def test_a_hybrid_is_its_layers_one_after_another():
+    """Written out: the residual stream, and in each layer the norms, the mixer and the MLP."""
+    model = drawn_transformer(**hybrid(**THREE_TO_ONE))
+    tokens = jnp.asarray(token_batch(2, 12)["tokens"])
+
+    def layer_of(index: int, stack: Any) -> Any:
+        return jax.tree.map(lambda x: x[index] if eqx.is_array(x) else x, stack)
+
+    @eqx.filter_jit
+    def written_out(model: Any, tokens: Any) -> Any:
+        x, places = model.embedding(tokens), jnp.arange(12, dtype=jnp.int32)[None]
+        blocks, rotary = model.blocks, rotary_tables(places, 8, 10_000.0)
+        for index, own in enumerate((0, 1, 0, 2, 3, 1, 4)):
+            normed = layer_of(index, blocks.attention_norm)(x)
+            if index in (2, 5):
+                x = x + layer_of(own, blocks.attention)(normed, None, rotary, None)
+            else:
+                mixer = layer_of(own, blocks.recurrence)
+                x = x + mixer(normed, mixer.initial_state(2), Marks())[1]
+            normed = layer_of(index, blocks.mlp_norm)(x)
+            x = x + layer_of(index, blocks.mlp)(normed)
+        return model.final_norm(x) @ model.head.weight
+
+    found = eqx.filter_jit(model)(tokens)
+    assert_trees_close(found, written_out(model, tokens), rtol=2e-5)
+
+
+def test_without_an_mlp_a_layer_is_its_mixer():
+    changes = hybrid("mamba2", mlp="none", d_ff=None, **{"mixer.pattern": ("mamba2",)})
+    model = drawn_transformer(**changes)
+    assert (model.blocks.mlp, model.blocks.mlp_norm, model.blocks.attention) == (None,) * 3
+    tokens = jnp.asarray(token_batch(2, 8)["tokens"])
+    x = model.embedding(tokens)
+    for layer in apart(model.blocks, model.config.own):
+        mixer = layer.recurrence
+        x = x + mixer(layer.attention_norm(x), mixer.initial_state(2), Marks())[1]
+    want = model.final_norm(x) @ model.head.weight
+    assert_trees_close(eqx.filter_jit(model)(tokens), want, rtol=1e-5)
+
+
+def test_what_layers_add_is_divided_by_their_number():
+    wide = {"d_model": 64, "num_layers": 8, "mixer.recurrence.num_heads": 4, "num_heads": 4}
+    for changes, parts in (({}, 16), ({"mlp": "none", "d_ff": None}, 8)):
+        of_all = {**wide, **changes, "mixer.pattern": ("mlstm", "attention")}
+        blocks = make_transformer(**of_all, **{"attention.head_dim": 16})(KEY).blocks
+        for name in ("attention", "recurrence"):
+            found = float(jnp.std(getattr(blocks, name).wo))
+            assert found == pytest.approx((64 * parts) ** -0.5, rel=0.05), name
+
+
+# What a position sees
+
+
+@pytest.mark.parametrize("kind", MIXERS)
+def test_packed_documents_are_those_of_rows_of_their_own(kind):
+    """Padding is before, behind and between them, and has other tokens."""
+    model = drawn_transformer(**hybrid(kind))
+    call = eqx.filter_jit(
+        lambda model, *rows: model(rows[0], segment_ids=rows[1], positions=rows[2])
+    )
+    rng = np.random.default_rng(0)
+    lengths = (7, 5, 6)
+    documents = [rng.integers(0, VOCAB, n) for n in lengths]
+    alone = np.zeros((3, 24), np.int32)
+    shown = np.zeros((3, 24), np.int32)
+    for row, document in enumerate(documents):
+        alone[row, : len(document)], shown[row, : len(document)] = document, 1
+    places = np.broadcast_to(np.arange(24), (3, 24)).astype(np.int32)
+    want = np.asarray(call(model, *map(jnp.asarray, (alone, shown, places))))
+    packed, segments = rng.integers(0, VOCAB, (3, 24)).astype(np.int32), np.zeros((3, 24), np.int32)
+    places = np.zeros((3, 24), np.int32)
+    for index, (start, document) in enumerate(zip((2, 9, 16), documents, strict=True)):
+        where = slice(start, start + len(document))
+        packed[0, where], segments[0, where] = document, index + 1
+        places[0, where] = np.arange(len(document))
+    found = np.asarray(call(model, *map(jnp.asarray, (packed, segments, places))))
+    for index, (start, length) in enumerate(zip((2, 9, 16), lengths, strict=True)):
+        np.testing.assert_allclose(
+            found[0, start : start + length], want[index, :length], rtol=0, atol=2e-5
+        )
+
+
+@pytest.mark.parametrize("kind", MIXERS)
+def test_a_token_changes_what_is_behind_it_alone(kind):
+    model = drawn_transformer(**hybrid(kind))
+    tokens = jnp.arange(12, dtype=jnp.int32)[None]
+
+    @jax.jit
+    def found(table: Any) -> Any:
+        moved = eqx.tree_at(lambda m: m.embedding.weight, model, table)
+        return moved(tokens)[0, 6].sum()
+
+    moved = np.abs(jax.grad(found)(model.embedding.weight)).max(-1)[:12]
+    assert (moved[7:] == 0).all()
+    assert (moved[:7] > 1e-7).all()
+
+
+# One maths however it runs
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"scan_layers": False},
+        {"remat": "full"},
+        {"remat": "save:query,mlp_input"},
+        {"num_layers": 1, "scan_layers": False},  # less than a round
+    ],
+)
+def test_the_loop_and_what_it_keeps_change_nothing(changes):
+    model = drawn_transformer(**hybrid(num_layers=changes.get("num_layers", 3)))
+    again = with_config(model, configuration.replaced(model.config, changes))
+    batch = jax.tree.map(jnp.asarray, token_batch(2, 12))
+    want, found = gradients(model, batch), gradients(again, batch)
+    assert_trees_close(found[0], want[0], rtol=1e-6)
+    assert_trees_close(found[1], want[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "rtol"),
+    [
+        ("mamba2", "data=2,fsdp=2,tensor=2", 2e-5),
+        ("mlstm", "context=4,tensor=2", 2e-5),
+        # The norms of short keys and of the first outputs enlarge what is rounded.
+        ("gated_deltanet", "data=2,fsdp=2,context=2", 3e-4),
+    ],
+)
+def test_the_mesh_does_not_change_losses_and_gradients(kind, spec, rtol):
+    """Documents go across the borders of a row's parts."""
+    model = eqx.filter_jit(make_transformer(**hybrid(kind)))(KEY)
+    batch = jax.tree.map(jnp.asarray, token_batch(8, 16))
+    loss, gradient = gradients(model, batch)
+    mesh = sharding.make_mesh(spec)
+    with sharding.use(mesh):
+        placed = eqx.filter_shard(model, sharding.shardings(model, mesh))
+        found = gradients(placed, batch)
+    assert_trees_close(found[0], loss, rtol=1e-6)
+    assert_trees_close(found[1], gradient, rtol=rtol, atol=1e-5)
+
+
+def test_a_hybrid_trains_on_a_mesh_in_bf16():
+    optimizer, mesh = optax.adam(1e-2), zoo.make_mesh("data=2,fsdp=2,tensor=2")
+    make = make_transformer(**hybrid(dropout=0.1))
+    state = zoo.init_state(make, optimizer, key=KEY, mesh=mesh)
+    step = zoo.make_train_step(losses.next_token, optimizer, mesh=mesh, precision="bf16")
+    found = []
+    for _ in range(8):
+        state, metrics = step(state, token_batch())
+        found.append(float(metrics["loss"]))
+    assert found[-1] < 0.8 * found[0]
+    assert state.model.blocks.recurrence.gates.bias.dtype == jnp.float32
+
+
+def test_matrices_of_recurrent_layers_are_adapted_and_quantised():
+    model = drawn_transformer(**hybrid("gated_deltanet"))
+    adapted = lora.adapt(model, lora.Config(rank=2), key=KEY)
+    found = adapted.blocks.recurrence
+    assert all(map(lora.is_adapted, (found.wq, found.wz, found.wo, adapted.blocks.attention.wo)))
+    batch = jax.tree.map(jnp.asarray, token_batch(2, 12))
+    assert_trees_close(gradients(adapted, batch)[0], gradients(model, batch)[0], rtol=1e-6)
+    kinds = quantized_skeleton(eqx.filter_eval_shape(lambda: model), "int8")
+    assert all(map(is_quantized, (kinds.blocks.recurrence.wz, kinds.blocks.attention.wq)))
+
+
+def test_flops_are_those_of_each_kind_of_layer():
+    def count(**changes: Any) -> float:
+        return num_flops_per_token(small_config(num_layers=4, **changes), 64)
+
+    attention, recurrent = count(), count(**{"mixer.pattern": ("mlstm",)})
+    mixed = count(**{"mixer.pattern": ("mlstm", "mlstm", "mlstm", "attention")})
+    assert mixed == pytest.approx((3 * recurrent + attention) / 4)
+    settings = {"mixer.pattern": ("mlstm",), "mixer.recurrence.chunk": 16}
+    per_layer = MIXERS["mlstm"].num_products(small_config(**settings).mixer.recurrence, 32, 32, 16)
+    without = count(mlp="none", d_ff=None, **settings)
+    assert without == pytest.approx(6 * (4 * per_layer + 32 * VOCAB))
+
+
+# What cannot be
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mixer.pattern": ()}, r"mixer\.pattern=\(\)"),
+        ({"mixer.pattern": ("mamba2", "mlstm")}, "mixer.pattern.*mamba2 and mlstm"),
+        ({"mixer.pattern": ("attention", "mlstm"), "causal": False}, "mlstm.*causal=False"),
+        ({"mixer.recurrence.num_heads": 2}, r"mixer\.recurrence\.num_heads=2.*'attention'"),
+        ({**hybrid("mlstm"), "mixer.recurrence.taps": 3}, r"mixer\.recurrence\.taps=3.*'mlstm'"),
+        ({**hybrid(), "mixer.recurrence.num_heads": 0}, r"mixer\.recurrence\.num_heads=0"),
+        ({**hybrid(), "mixer.recurrence.num_heads": 5}, "num_heads=5 does not divide d_model=32"),
+        ({**hybrid(), "mixer.recurrence.num_key_heads": 3}, "num_key_heads=3 does not divide"),
+        ({"mixer.pattern": ("mlstm",), "remat": "save:query"}, "remat='save:query'"),
+        ({"mlp": "none"}, "d_ff=64"),
+        ({"mlp": "none", "d_ff": None, "remat": "save:mlp_hidden"}, "remat='save:mlp_hidden'"),
+        ({"mlp": "none", "d_ff": None, "experts.num_experts": 2}, "experts.num_experts=2.*'none'"),
+    ],
+)
+def test_what_layers_cannot_be_is_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        small_config(**changes)
+
+
+def test_hugging_face_has_no_such_model(tmp_path):
+    with pytest.raises(PublishError, match=r"mixer\.pattern="):
+        zoo.save(tmp_path / "model", drawn_transformer(**hybrid()), format="hf")
