@@ -66,7 +66,7 @@ def test_every_module_has_a_room():
 
 # Lines of each room. What needs more raises its number here, in a commit that says why.
 CEILINGS = {
-    "common": 1350,
+    "common": 1362,
     "sharding": 1420,
     "nn": 4180,
     "transformer": 1480,

@@ -289,6 +289,8 @@ def test_bf16_attention_is_accurate_to_rounding():
     for x, want in zip(got, run(*(x.astype(jnp.float32) for x in rounded)), strict=True):
         scale = np.abs(want).max()
         np.testing.assert_allclose(x.astype(jnp.float32), want, atol=0.02 * scale)
+    products = [e for e in equations(jax.make_jaxpr(run)(*rounded)) if "dot" in e.primitive.name]
+    assert {x.aval.dtype for e in products for x in e.invars} == {jnp.dtype("bfloat16")}
 
 
 def test_the_scale_may_be_given():

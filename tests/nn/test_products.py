@@ -13,7 +13,7 @@ from helpers import drawn_model, drawn_rnn, drawn_transformer, token_batch
 
 import zoo
 from zoo import bert, losses, mlp, transformer
-from zoo.nn import attention
+from zoo.nn import attention, products
 from zoo.nn.layers import gelu
 from zoo.rnn.cells import CELLS
 
@@ -140,3 +140,12 @@ def test_kernels_without_a_rule_are_refused_by_name():
     q = jnp.ones((1, 2, 2, 8))
     with zoo.forward_mode(), pytest.raises(ValueError, match="'cudnn' has no rule for forward mo"):
         attention.attention(q, q, q, causal=True, implementation="cudnn")
+
+
+def test_the_chip_is_that_of_the_mesh():
+    chip = jax.sharding.AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
+    mesh = jax.sharding.AbstractMesh((2,), ("data",), abstract_device=chip)
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert (products.platform(), products.device_kind()) == ("tpu", "TPU v5 lite")
+    here = jax.devices()[0]
+    assert (products.platform(), products.device_kind()) == (here.platform, here.device_kind)

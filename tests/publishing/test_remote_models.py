@@ -1,13 +1,15 @@
 """Models at addresses: zoo.load and zoo.save, the cache, faults, and saves that are cut short."""
 
+import functools
 import http.server
+import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -167,47 +169,67 @@ def test_a_save_that_is_cut_anywhere_leaves_no_half_model(s3: Store):  # noqa: F
     assert outcomes == sorted(outcomes, key=[0, -1, 1].index)
 
 
-def test_a_fetch_that_was_killed_resumes(memory: str, cache: Path, monkeypatch):
-    """It dies in the midst of the weights, when all other files are whole."""
+def fail_at(patch: pytest.MonkeyPatch, number: int, error: type[BaseException], *calls) -> None:
+    """The call of this number, of those to any of some functions, raises an error instead."""
+    counted = itertools.count()
+
+    def counting(call, *given, **more):
+        if next(counted) == number:
+            raise error
+        return call(*given, **more)
+
+    for owner, name in calls:
+        call = functools.partial(counting, getattr(owner, name))
+        patch.setattr(owner, name, lambda *given, call=call, **more: call(*given, **more))
+
+
+@pytest.mark.parametrize("has_checksums", [True, False])
+def test_a_fetch_that_fails_twice_resumes(memory: str, cache: Path, monkeypatch, has_checksums):
+    """Killed at any moment, then cut off from the store at some: no part is taken for a whole."""
     address = f"{memory}/net"
-    zoo.save(address, net(0))
-    add, names = files.Transfer.add, {"README.md", "config.json"}
-    at_once, current = store._at_once, threading.local()
-    part = lambda: next(cache.rglob("*.part"))
+    place, kinds = location(address, "x"), set()
+    if has_checksums:
+        zoo.save(address, net(0))
+    else:
+        for name in ("config.json", "model.safetensors", "tokenizer.json"):
+            place.fs.pipe_file(f"{place.path}/{name}", b'{"model_type": "llama"}')
+    expected = tree(place)
+    at_store = [(type(place.fs), name) for name in ("cat_file", "find", "open")]
+    at_store.append((MemoryFile, "read"))
+    here = [(files, "replace"), (files, "sync"), (Path, "write_bytes"), (Path, "rename")]
+    monkeypatch.setattr(store, "_AT_ONCE", 1)  # in order
+    monkeypatch.setattr(os, "fsync", lambda _: None)
 
-    def noted(call, names):
-        def named(name):
-            current.name = name
-            return call(name)
+    def start(*fault) -> bool:
+        """Whether it ends with the whole model; if not, no part is in its place."""
+        with monkeypatch.context() as patch:
+            fail_at(patch, *fault)
+            error: BaseException | None = None
+            try:
+                assert tree(find(address)) == expected
+            except (KeyboardInterrupt, AddressError) as raised:
+                error = raised
+        found = shelf.cached(address)
+        assert found is None or tree(found) == expected
+        assert "the store cannot be reached" in str(error) or isinstance(error, fault[1] | None)
+        return error is None
 
-        return at_once(named, names)
+    def whole() -> dict[str, int]:
+        return {x.name: x.stat().st_ino for x in cache.glob("*/*/*") if x.suffix != ".tmp"}
 
-    def dying(transfer, size):
-        add(transfer, size)
-        # With what is in a buffer, which a killed process does not write.
-        if current.name == "model.safetensors":
-            while not all((part() / name).exists() for name in names):
-                time.sleep(0.001)
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "_PART", 64)
-        patch.setattr(store, "_at_once", noted)
-        patch.setattr(files.Transfer, "add", dying)
-        with pytest.raises(KeyboardInterrupt):
-            zoo.load(address)
-    weights = part() / "model.safetensors.tmp"
-    assert weights.exists()
-    assert files_of(part()) == {*names, weights.name}
-    assert shelf.cached(address) is None
-    kept = {name: (part() / name).stat().st_ino for name in names}
-    fetched = noted_fetches(monkeypatch)
-    assert_same(zoo.load(address), net(0))
-    assert fetched == ["model.safetensors"]
-    found = shelf.cached(address)
-    assert found is not None
-    assert {name: (found / name).stat().st_ino for name in names} == kept
-    assert files_of(found) == {*names, "model.safetensors", "checksums.json"}
+    for killed in itertools.count():
+        for cut in range(killed % 6, 99, 6):
+            shutil.rmtree(cache, ignore_errors=True)
+            if start(killed, KeyboardInterrupt, *at_store, *here):
+                assert len(kinds) == len(expected) + 1
+                return
+            kept = whole()
+            kinds.add(len(kept))
+            is_last = start(cut, ConnectionError, *at_store)
+            assert start(-1, KeyboardInterrupt)
+            assert kept.items() <= whole().items()
+            if is_last:
+                break
 
 
 @pytest.mark.slow

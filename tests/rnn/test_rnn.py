@@ -340,9 +340,9 @@ def test_every_parameter_gets_a_gradient(name):
     assert (model.head is None) == (name == "tied")
 
 
-@pytest.mark.parametrize("cell", ["lstm", "gru", "mingru"])
-def test_bf16_products_take_bf16_and_are_near_fp32(cell):
-    model = make(cell=cell)
+@pytest.mark.parametrize(("cell", "hoist"), [("lstm", False), ("gru", True), ("mingru", False)])
+def test_bf16_products_take_bf16_and_are_near_fp32(cell, hoist):
+    model = make(cell=cell, hoist=hoist)
     low = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_array(x) else x, model)
     assert call(low, TOKENS).dtype == jnp.float32
     for a, b in zip(*map(jax.tree.leaves, (gradient(low)[1], gradient(model)[1])), strict=True):
@@ -413,6 +413,7 @@ def reference(monkeypatch):
     module = jax.experimental.rnn
 
     def lstm(x, h, c, weights, lengths, *, dropout, **sizes):
+        assert {a.dtype for a in (x, h, c, weights)} == {jnp.dtype("float32")}
         unpacked = module.unpack_lstm_weights(weights, **sizes)
         return module.lstm_ref(x, h, c, *unpacked, lengths, dropout=dropout, **sizes)
 
@@ -433,6 +434,13 @@ def test_cudnn_matches_scan(bidirectional):
         model = make(bidirectional=bidirectional, implementation=implementation, norm="layer")
         results.append(eqx.filter_jit(model.run)(TOKENS, state, mask=mask))
     assert_close(*results)
+    # In bf16 it computes in fp32, and gives bf16.
+    low = [x.astype(jnp.bfloat16) for x in jax.tree.leaves(model.layers[0].directions[0])]
+    assert len(low) == 3
+    x = jnp.zeros((8, 11, 8), jnp.bfloat16)
+    states = [tuple(jnp.zeros((8, 8)) for _ in range(2))]
+    h = jax.eval_shape(recurrence.cudnn_lstm, x, [recurrence.Weights(*low)], states, None)[1]
+    assert h.dtype == jnp.bfloat16
 
 
 @pytest.mark.usefixtures("reference")

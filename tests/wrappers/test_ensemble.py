@@ -126,6 +126,9 @@ def test_sharded_members_give_equal_gradients(make_model, x, mesh, rules):
 
     with sharding.use(layout):
         sharded = gradient(placed)
+        # Members and rows are split whatever the parameters, which lie whole on each device.
+        outputs = eqx.filter_jit(lambda model: model(x))(model)
+    assert outputs.sharding.shard_shape(outputs.shape)[:2] == (NUM_MEMBERS // 2, 8 // 4)
     for a, b in zip(jax.tree.leaves(sharded), jax.tree.leaves(gradient(model)), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 

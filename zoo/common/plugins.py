@@ -11,6 +11,8 @@ taken, each is a module like `zoo.planning.planner`, and of `zoo.commands` a fun
 `python -m zoo NAME` calls it with its arguments from the command line, by its annotations.
 """
 
+import functools
+import sys
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -24,11 +26,18 @@ def register(group: str, **homes: str) -> None:
 
 def names(group: str) -> list[str]:
     """The names of a group, the zoo's own first."""
-    return [*dict.fromkeys(x.name for x in [*_own, *entry_points(group=group)] if x.group == group)]
+    return [*dict.fromkeys(x.name for x in _all(group))]
 
 
 def find(group: str, name: str) -> Any:
     """The object of this name, or None; the zoo's own wins."""
-    own = [x for x in _own if (x.group, x.name) == (group, name)]
-    found = own or [*entry_points(group=group, name=name)]
-    return found[0].load() if found else None
+    return next((x.load() for x in _all(group) if x.name == name), None)
+
+
+def _all(group: str) -> list[EntryPoint]:
+    return [x for x in _own if x.group == group] + _installed(group, (*sys.path,))
+
+
+@functools.cache  # it takes milliseconds, and more with each package that is installed
+def _installed(group: str, path: tuple[str, ...]) -> list[EntryPoint]:
+    return [*entry_points(group=group)]

@@ -117,6 +117,7 @@ class Store:
             def fetch(temporary: Path) -> None:
                 digest, size = hashlib.sha256(), 0
                 with (
+                    explained(self.place),  # before `replace` names the file here
                     self._fs.open(self._path(prefix + name), "rb") as there,
                     open(temporary, "wb") as here,
                 ):
@@ -130,12 +131,15 @@ class Store:
 
             try:
                 files.replace(target, fetch)
-            except (FileNotFoundError, _OtherBytesError) as error:
+            except (AddressError, _OtherBytesError) as error:
+                is_missing = isinstance(error.__cause__, FileNotFoundError)
+                if not (is_missing or isinstance(error, _OtherBytesError)):
+                    raise
                 target.with_name(f"{target.name}.tmp").unlink(missing_ok=True)
-                return str(error) if isinstance(error, _OtherBytesError) else "is missing"
+                return "is missing" if is_missing else str(error)
             return None
 
-        with explained(self.place), Transfer(title, total) as transfer:
+        with Transfer(title, total) as transfer:
             return {name: x for name, x in _at_once(copy, entries).items() if x is not None}
 
     def remove(self, names: Iterable[str]) -> None:

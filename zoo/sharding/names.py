@@ -76,12 +76,13 @@ def names_of(
     parsed = [parse(dims, renamed) for dims in found if says(dims)]
     if not parsed:
         return None
+    return align(min(parsed, key=functools.partial(_num_missing, len(shape))), shape, field)
 
-    def missing(names: tuple) -> float:
-        free = len(shape) - len([name for name in names if name is not ...])
-        return math.inf if free < 0 else 0.0 if ... in names else float(free)
 
-    return align(min(parsed, key=missing), shape, field)
+def _num_missing(rank: int, names: tuple) -> float:
+    """How many axes of an array's have none of the names."""
+    free = rank - len([name for name in names if name is not ...])
+    return math.inf if free < 0 else 0.0 if ... in names else float(free)
 
 
 def _dimensions(hint: Any, path: tuple) -> Iterator[str]:
