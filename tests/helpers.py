@@ -61,6 +61,13 @@ def small_config(**changes: Any) -> transformer.Config:
     return configuration.replaced(transformer.Config(VOCAB), {**sizes, **changes})
 
 
+def hybrid(kind: str = "mamba2", **changes: Any) -> dict[str, Any]:
+    """Layers of a recurrence and of attention in turn, three in all; heads that devices divide."""
+    of_kind = {"mixer.recurrence.num_heads": 4, "mixer.recurrence.chunk": 4}
+    pattern = {"mixer.pattern": (kind, "attention"), "num_layers": 3, "num_heads": 4}
+    return {**pattern, **of_kind, "attention.head_dim": 8, **changes}
+
+
 def make_transformer(**changes: Any) -> Callable[[Any], transformer.Transformer]:
     return lambda key: transformer.Transformer(small_config(**changes), key=key)
 

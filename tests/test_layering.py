@@ -77,7 +77,7 @@ CEILINGS = {
     "quantization": 680,
     "data": 6560,
     "training": 2730,
-    "decoding": 1260,
+    "decoding": 1335,
     "publishing": 1810,
     "hf": 3040,
     "runs": 4730,

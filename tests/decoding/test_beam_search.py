@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import drawn_rnn, drawn_transformer, with_config
+from helpers import drawn_rnn, drawn_transformer, hybrid, with_config
 
 import zoo
 from zoo import sharding
@@ -24,6 +24,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "transformer": lambda: drawn_transformer(
         vocab_size=VOCAB, num_layers=1, **{"attention.window": 4}
     ),
+    "hybrid": lambda: drawn_transformer(vocab_size=VOCAB, **hybrid(num_layers=2)),
     "lstm": lambda: drawn_rnn("lstm", vocab_size=VOCAB, num_layers=1),
 }
 

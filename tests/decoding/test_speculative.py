@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import drawn_rnn, drawn_transformer
+from helpers import drawn_rnn, drawn_transformer, hybrid
 from jaxtyping import Array
 
 import zoo
@@ -19,6 +19,7 @@ from zoo.decoding.decoder import decoder_of
 from zoo.decoding.drawing import Sampler, Sampling, State
 from zoo.decoding.sampling import Rows, _begin
 from zoo.decoding.speculative import Draft, draft_and_judge, extend, read
+from zoo.nn.recurrences.mixers import MIXERS
 
 VOCAB = 7
 PROMPTS = [[1, 2, 3], [4], [0, 4, 4, 1, 2, 3, 0]]
@@ -30,6 +31,8 @@ def model_of(name: str) -> Any:
         return drawn_transformer(vocab_size=VOCAB, num_layers=2, **{"attention.window": 4})
     if name == "unwindowed":
         return drawn_transformer(vocab_size=VOCAB, num_layers=2)
+    if name in MIXERS:
+        return drawn_transformer(vocab_size=VOCAB, **hybrid(name, num_layers=2))
     return drawn_rnn(name, vocab_size=VOCAB, num_layers=1)
 
 
@@ -45,7 +48,7 @@ def near(model: Any, scale: float) -> Any:
     return eqx.combine(jax.tree.unflatten(tree, noisy), rest)
 
 
-@pytest.mark.parametrize("name", ["transformer", "lstm"])
+@pytest.mark.parametrize("name", ["transformer", "lstm", *MIXERS])
 def test_tokens_read_at_once_equal_those_read_one_by_one(name: str):
     decoder = decoder_of(model_of(name))
     tokens = jnp.asarray([[1, 2, 3, 4, 5, 6], [0, 0, 2, 2, 1, 3]], jnp.int32)
@@ -78,6 +81,7 @@ def test_tokens_read_at_once_equal_those_read_one_by_one(name: str):
     [
         pytest.param(("transformer", "lstm"), marks=pytest.mark.slow),
         ("lstm", "transformer"),
+        ("mamba2", "gated_deltanet"),
         pytest.param(("unwindowed", "unwindowed"), marks=pytest.mark.slow),
     ],
     ids=str,

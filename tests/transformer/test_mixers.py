@@ -13,6 +13,7 @@ from helpers import (
     arrays,
     assert_trees_close,
     drawn_transformer,
+    hybrid,
     make_transformer,
     small_config,
     token_batch,
@@ -33,13 +34,6 @@ from zoo.transformer.config import num_flops_per_token
 from zoo.wrappers import lora
 
 KEY = jax.random.key(0)
-
-
-def hybrid(kind: str = "mamba2", **changes: Any) -> dict[str, Any]:
-    """Layers of a recurrence and of attention in turn, three in all; heads that devices divide."""
-    of_kind = {"mixer.recurrence.num_heads": 4, "mixer.recurrence.chunk": 4}
-    pattern = {"mixer.pattern": (kind, "attention"), "num_layers": 3, "num_heads": 4}
-    return {**pattern, **of_kind, "attention.head_dim": 8, **changes}
 
 
 # Of which the loop runs two rounds, and one layer comes after it.

@@ -1,9 +1,10 @@
-"""Decoding with a transformer, whose layers keep their keys and values in rings of slots.
+"""Decoding with a transformer, whose layers keep keys and values in rings of slots, or a state.
 
 Rows are aligned to the right (padding first), so that every row's next token has the same index,
 and goes to the same slot: index modulo the number of slots. A layer with a sliding window has as
 many slots as its window, and so forgets the tokens that it must not see; with a draft it has room
-for the drafted tokens too; the ones that are not kept are written over.
+for the drafted tokens too; the ones that are not kept are written over. A recurrent layer cannot
+forget: it keeps its state behind each of the tokens that it has just read, until one is chosen.
 
 Legend of suffixes: L layers, B batch, T new tokens, E embed, K key-value heads, N query heads,
 S slots, H head size.
@@ -16,11 +17,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, DTypeLike, Float, Int, PyTree
 
 from zoo.nn.attention.attention import attend_to_slots, attention
 from zoo.nn.parameters import unshard
-from zoo.nn.remat import scan_layers
+from zoo.nn.recurrences.chunks import Mixer
+from zoo.nn.recurrences.marks import Marks
+from zoo.nn.remat import apart, scan_layers
 from zoo.sharding import constrain, is_sharding
 from zoo.transformer.config import Config, LayerKind
 from zoo.transformer.model import Transformer
@@ -112,6 +115,15 @@ class LayerCache(eqx.Module):
         keys, values = (_with_rows(x, batch) for x in (self.keys, self.values))
         return attend_to_slots(q_BTNH, keys, values, seen_BTS, soft_cap=soft_cap, scale=scale)
 
+    def take(self, rows: Int[Array, "rows"], batch: int) -> "LayerCache":
+        """The ring of some of the rows, of that many."""
+        keys, values = (_place(_with_rows(x, batch)[rows]) for x in (self.keys, self.values))
+        return LayerCache(keys, values, self.window)
+
+    def commit(self, count: Int[Array, ""] | int) -> "LayerCache":
+        """The same: what is behind the first `count` of the tokens just written is not seen."""
+        return self
+
 
 def _with_rows(ring: Array, batch: int) -> Float[Array, "batch kv_heads slots head_dim"]:
     return ring.reshape(batch, -1, *ring.shape[-2:])
@@ -124,22 +136,50 @@ def _place(x_BKSH: Array) -> Float[Array, "*rings slots head_dim"]:
     return x_BKSH.reshape(*rings, *x_BKSH.shape[2:])
 
 
-class Cache(eqx.Module):
-    """The rings of all layers, and the clock of their rows."""
+class RecurrentCache(eqx.Module):
+    """The states of a recurrent layer, behind each token that it has read since the last commit."""
 
-    layers: tuple[LayerCache, ...]
+    states: PyTree[Float[Array, "new batch ..."]]
+
+    def read(
+        self, recurrence: Mixer, x_BTE: Float[Array, "batch new embed"]
+    ) -> tuple["RecurrentCache", Float[Array, "batch new embed"]]:
+        """Read the next tokens one by one, behind a commit: as if each were the last one."""
+
+        def step(state: PyTree, x_BE: Array) -> tuple[PyTree, tuple[PyTree, Array]]:
+            state, y_B1E = recurrence(x_BE[:, None], state, Marks())
+            return state, (state, y_B1E[:, 0])
+
+        state = jax.tree.map(lambda x: x[0], self.states)
+        _, (states, y_TBE) = lax.scan(step, state, x_BTE.swapaxes(0, 1), unroll=x_BTE.shape[1] == 1)
+        return RecurrentCache(states), y_TBE.swapaxes(0, 1)
+
+    def take(self, rows: Int[Array, "rows"], batch: int) -> "RecurrentCache":
+        """The states of some of the rows, of that many."""
+        return RecurrentCache(jax.tree.map(lambda x: x[:, rows], self.states))
+
+    def commit(self, count: Int[Array, ""] | int) -> "RecurrentCache":
+        """The state behind the first `count` of the tokens just read."""
+        last = lambda x: lax.dynamic_slice_in_dim(x, count - 1, 1)  # noqa: E731
+        return RecurrentCache(jax.tree.map(last, self.states))
+
+
+class Cache(eqx.Module):
+    """What all layers keep, and the clock of their rows."""
+
+    layers: tuple[LayerCache | RecurrentCache, ...]
     clock: Clock
 
     def take(self, rows: Int[Array, "rows"]) -> "Cache":
         """The cache of some rows, in that order; one may come several times."""
         positions = self.clock.positions
-        layers = jax.tree.map(lambda x: _place(_with_rows(x, len(positions))[rows]), self.layers)
+        layers = tuple(layer.take(rows, len(positions)) for layer in self.layers)
         return Cache(layers, Clock(self.clock.index, positions[rows]))
 
     def commit(self, count: Int[Array, ""] | int) -> "Cache":
         """The cache with the first `count` of the tokens just written."""
-        clock = self.clock
-        return Cache(self.layers, Clock(clock.index + count, clock.positions + count))
+        layers = tuple(layer.commit(count) for layer in self.layers)
+        return Cache(layers, Clock(self.clock.index + count, self.clock.positions + count))
 
 
 class AttentionDecoder(eqx.Module):
@@ -170,44 +210,66 @@ class AttentionDecoder(eqx.Module):
         config = self.config
         positions = jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
         x_BTE, rotaries = self.model.embed(tokens, positions)
-        segment_ids = mask.astype(jnp.int32)
+        segment_ids, marks = mask.astype(jnp.int32), Marks(mask)
         shape = (*tokens.shape, config.kv_heads, config.head_size)
 
-        def layer(kind: LayerKind, block: Any, carry: tuple, index: Array) -> tuple:
-            x_BTE, *stacks = carry
-            window = config.window_of(kind)
-            kept: list[tuple[Array, Array]] = []
+        def layer(turn: int, kind: LayerKind, block: Any, carry: tuple, index: Array) -> tuple:
+            x_BTE, stacks = carry
+            window, own = config.window_of(kind), config.own
+            kept: list[Any] = []
             attend = partial(_attend_and_keep, block, kept, (True, window, shape, shape))
-            x_BTE, _ = block(x_BTE, segment_ids, rotaries[kind], window, None, attend)
+            recur = partial(_recur_and_keep, kept)
+            rotary = rotaries[kind]
+            x_BTE, _ = block(
+                x_BTE, segment_ids, rotary, window, None, attend, marks=marks, recur=recur
+            )
             if len(kept) != 1:
                 raise ValueError(
                     f"{_name(block)} calls `attend` {len(kept)} times, and decoding keeps the keys "
                     "and values of one call per layer"
                 )
-            return (x_BTE, *(s.at[index].set(x) for s, x in zip(stacks, kept[0], strict=True)))
+            name = own[turn]
+            place = index // len(own) * own.count(name) + own[:turn].count(name)
+            put = jax.tree.map(lambda stack, x: stack.at[place].set(x), stacks[name], kept[0])
+            return x_BTE, {**stacks, name: put}
 
-        empty = jnp.zeros((config.num_layers, *shape), x_BTE.dtype)
-        x_BTE, keys, values = scan_layers(
-            [partial(layer, kind) for kind in config.layer_kinds],
+        x_BTE, stacks = scan_layers(
+            [partial(layer, turn, kind) for turn, kind in enumerate(config.layer_kinds)],
             self.model.blocks,
-            (x_BTE, empty, empty),
+            (x_BTE, self._stacks(shape, x_BTE.dtype)),
+            own=config.own,
             scan=config.scan_layers,
         )
-        layers = []
+        layers: list[LayerCache | RecurrentCache] = []
         for index, kind in enumerate(config.all_layer_kinds):
+            name = config.mixers[index]
+            place = config.mixers[:index].count(name)
+            kept = jax.tree.map(lambda x: x[place], stacks[name])  # noqa: B023
+            if kind == "recurrent":
+                layers.append(RecurrentCache(jax.tree.map(lambda x: x[None], kept)))
+                continue
             window = config.window_of(kind)
             num_slots = length if window is None else min(window + ahead, length)
-            layers.append(LayerCache.filled(keys[index], values[index], num_slots, window))
+            keys, values = kept
+            layers.append(LayerCache.filled(keys, values, num_slots, window))
         logits = self.model.readout()(self.model.finish(x_BTE[:, -1:]))[:, 0]
         return logits, Cache(tuple(layers), Clock.after(mask))
 
+    def _stacks(self, shape: tuple[int, ...], dtype: DTypeLike) -> dict[str, Any]:
+        """Room for what the layers of each mixer keep: keys and values of a shape, or states."""
+        count = self.config.mixers.count
+        empty = jnp.zeros((count("attention"), *shape), dtype)
+        stacks: dict[str, Any] = {"attention": (empty, empty)}
+        recurrence = self.model.blocks.recurrence
+        if recurrence is not None:
+            one = apart(recurrence)[0].initial_state(shape[0])
+            zeros = lambda x: jnp.zeros((count("recurrence"), *x.shape), x.dtype)  # noqa: E731
+            stacks["recurrence"] = jax.tree.map(zeros, one)
+        return stacks
+
     def for_decoding(self) -> "AttentionDecoder":
         """The model with its blocks apart: no step copies their weights out of the stack."""
-        arrays, static = eqx.partition(self.model.blocks, eqx.is_array)
-        blocks = tuple(
-            eqx.combine(jax.tree.map(lambda x: x[index], arrays), static)  # noqa: B023
-            for index in range(self.config.num_layers)
-        )
+        blocks = tuple(apart(self.model.blocks, self.config.own))
         return eqx.tree_at(lambda decoder: decoder.model.blocks, self, blocks)
 
     def decode(
@@ -224,19 +286,26 @@ class AttentionDecoder(eqx.Module):
         clock = cache.clock
         ahead = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         x_BTE, rotaries = self.model.embed(tokens, clock.positions[:, None] + ahead)
-        layers: list[LayerCache] = []
+        layers: list[LayerCache | RecurrentCache] = []
 
         def attend(
-            ring: LayerCache, q: Array, k: Array, v: Array, *, soft_cap: Any, scale: Any, **_: Any
+            ring: Any, q: Array, k: Array, v: Array, *, soft_cap: Any, scale: Any, **_: Any
         ) -> Array:
-            layers.append(ring.write(k, v, clock))
-            return layers[-1].attend(q, clock, soft_cap=soft_cap, scale=scale)
+            layers.append(written := ring.write(k, v, clock))
+            return written.attend(q, clock, soft_cap=soft_cap, scale=scale)
 
+        def recur(layer: Any, recurrence: Mixer, x_BTE: Array, marks: Marks) -> Array:
+            read, y_BTE = layer.read(recurrence, x_BTE)
+            layers.append(read)
+            return y_BTE
+
+        kinds, caches = self.config.all_layer_kinds, cache.layers
         blocks: Any = self.model.blocks  # apart
-        kinds = self.config.all_layer_kinds
-        for kind, block, ring in zip(kinds, blocks, cache.layers, strict=True):
-            rotary = rotaries[kind]
-            x_BTE, _ = unshard(block)(x_BTE, None, rotary, None, None, partial(attend, ring))
+        for kind, block, layer in zip(kinds, blocks, caches, strict=True):
+            hooks = partial(attend, layer), partial(recur, layer)
+            x_BTE, _ = unshard(block)(
+                x_BTE, None, rotaries[kind], None, None, hooks[0], recur=hooks[1]
+            )
         logits = self.model.readout()(self.model.finish(x_BTE))
         return logits, Cache(tuple(layers), clock)
 
@@ -254,6 +323,13 @@ def _attend_and_keep(
             f"{text.format(*expected)}, by kv_heads and head_dim of the configuration"
         )
     return attention(q, k, v, **options)
+
+
+def _recur_and_keep(kept: list, recurrence: Mixer, x_BTE: Array, marks: Marks) -> Array:
+    """As `from_zeros`."""
+    state, y_BTE = recurrence(x_BTE, recurrence.initial_state(len(x_BTE)), marks)
+    kept.append(state)
+    return y_BTE
 
 
 def _name(block: Any) -> str:
