@@ -38,11 +38,10 @@ def numpy_forward(model: Any, tokens: np.ndarray) -> np.ndarray:
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.residual.norm_eps) * scale
 
     def turn(x: np.ndarray) -> np.ndarray:
-        angles = np.arange(length)[:, None] * config.positions.theta ** (
-            -np.arange(size // 2) * 2 / size
-        )
-        z = (x[:, : size // 2] + 1j * x[:, size // 2 :]) * np.exp(1j * angles)
-        return np.concatenate([z.real, z.imag], -1)
+        pairs = round(size * config.positions.rotary_fraction) // 2
+        angles = np.arange(length)[:, None] * config.positions.theta ** (-np.arange(pairs) / pairs)
+        z = (x[:, :pairs] + 1j * x[:, pairs : 2 * pairs]) * np.exp(1j * angles)
+        return np.concatenate([z.real, z.imag, x[:, 2 * pairs :]], -1)
 
     x = w["embedding.weight"][tokens]
     for layer in range(config.num_layers):
@@ -64,11 +63,12 @@ def numpy_forward(model: Any, tokens: np.ndarray) -> np.ndarray:
     return norm(x, w["final_norm.scale"]) @ w["head.weight"]
 
 
-def test_logits_match_independent_numpy_forward():
+@pytest.mark.parametrize("changes", [{}, {"positions.rotary_fraction": 2 / 3}])
+def test_logits_match_independent_numpy_forward(changes: dict):
     # Dropout needs a key, and so is off.
     options = {"residual.norm_eps": 0.1, "positions.theta": 100.0, "dropout": 0.5}
     model = drawn_transformer(
-        num_heads=4, **options, **{"attention.num_kv_heads": 2, "attention.head_dim": 6}
+        num_heads=4, **options, **{"attention.num_kv_heads": 2, "attention.head_dim": 6}, **changes
     )
     tokens = token_batch(2, 16)["tokens"]
     got = eqx.filter_jit(model)(jnp.asarray(tokens))
@@ -296,7 +296,9 @@ def test_call_options_are_checked():
         ({"vocab_size": 0}, "vocab_size=0"),
         ({"num_heads": 5, "attention.head_dim": None}, "num_heads=5 does not divide d_model=32"),
         ({"attention.num_kv_heads": 3}, "num_kv_heads=3 does not divide num_heads=8"),
-        ({"attention.head_dim": 5}, "attention.head_dim=5 is odd"),
+        ({"attention.head_dim": 5}, "attention.head_dim=5 .*no even number"),
+        ({"positions.rotary_fraction": 0.3}, r"positions\.rotary_fraction=0\.3 is no even"),
+        ({"positions.rotary_fraction": 0.0}, r"positions\.rotary_fraction=0\.0"),
         ({"dropout": 1.0}, "dropout=1.0"),
         ({"attention.window": 0}, "attention.window=0"),
         ({"attention.window_pattern": ()}, r"attention.window_pattern=\(\)"),

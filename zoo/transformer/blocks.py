@@ -31,7 +31,7 @@ from zoo.transformer.moe import MoE
 Attend = Callable[..., Float[Array, "batch seq heads head_dim"]]
 # `from_zeros`, or a function in its place where states are kept.
 Recur = Callable[[Mixer, Array, Marks], Float[Array, "batch seq embed"]]
-Rotary = tuple[Float[Array, "#batch seq head_dim"], Float[Array, "#batch seq head_dim"]]
+Rotary = tuple[Float[Array, "#batch seq rotating"], Float[Array, "#batch seq rotating"]]
 
 
 def rotary_tables(
@@ -51,9 +51,15 @@ def rotary_tables(
 
 def rotate(
     x_BTNH: Float[Array, "batch seq heads head_dim"],
-    tables: tuple[Float[Array, "#batch seq head_dim"], Float[Array, "#batch seq head_dim"]],
+    tables: Rotary,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Rotate each half-split pair of a head's features by its position's angle, in fp32."""
+    """Rotate each half-split pair of a head's features by its position's angle, in fp32.
+
+    Tables of fewer features are for the first ones; the others stay.
+    """
+    size = tables[0].shape[-1]
+    if size < x_BTNH.shape[-1]:
+        return jnp.concatenate([rotate(x_BTNH[..., :size], tables), x_BTNH[..., size:]], axis=-1)
     cos, sin = (table[:, :, None, :] for table in tables)
     x32 = x_BTNH.astype(jnp.float32)
     # A roll, not a split and a concatenation: one pass over x.

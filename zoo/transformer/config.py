@@ -106,10 +106,17 @@ class PositionsConfig:
     """How the rotary wavelengths are stretched, except in layers with local_theta."""
     local_theta: float | None = None
     """Base in layers with a window, which are not stretched then; as elsewhere if not given."""
+    rotary_fraction: float = 1.0
+    """Share of a head's features, from the first on, that rotate (0.25 of Qwen3-Next's)."""
 
     def __post_init__(self) -> None:
         configuration.check(self, "positions.")
         configuration.check_positive(self, "positions.", "theta", "local_theta")
+        require(
+            0 < self.rotary_fraction <= 1 and (self.kind == "rotary" or self.rotary_fraction == 1),
+            f"positions.rotary_fraction={self.rotary_fraction}: must be in (0, 1], and 1 with "
+            "positions.kind='learned'",
+        )
 
 
 @dataclass(frozen=True)
@@ -287,15 +294,22 @@ class Config:
             self.num_heads % self.kv_heads == 0,
             f"attention.num_kv_heads={self.kv_heads} does not divide num_heads={self.num_heads}",
         )
+        rotating = self.head_size * self.positions.rotary_fraction
         require(
-            self.positions.kind != "rotary" or self.head_size % 2 == 0,
-            f"attention.head_dim={self.head_size} is odd: rotary positions rotate pairs",
+            self.positions.kind != "rotary" or abs(rotating / 2 - round(rotating / 2)) < 1e-6,
+            f"attention.head_dim={self.head_size} times positions.rotary_fraction="
+            f"{self.positions.rotary_fraction} is no even number: rotary positions rotate pairs",
         )
 
     @property
     def head_size(self) -> int:
         """Size of a head, given or derived."""
         return self.attention.head_dim or self.d_model // self.num_heads
+
+    @property
+    def rotary_size(self) -> int:
+        """Features of a head that rotate."""
+        return round(self.head_size * self.positions.rotary_fraction)
 
     @property
     def kv_heads(self) -> int:

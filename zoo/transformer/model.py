@@ -134,7 +134,7 @@ class Transformer(CastsAtUse):
             if kind == "local" and config.local_theta is not None:
                 theta, scaling = config.local_theta, RopeScaling()
             rotaries[kind] = (
-                rotary_tables(positions, self.config.head_size, theta, scaling)
+                rotary_tables(positions, self.config.rotary_size, theta, scaling)
                 if config.kind == "rotary" and kind != "recurrent"
                 else None
             )
