@@ -64,7 +64,8 @@ DECODERS: dict[str, Callable[[], Any]] = {
     ),
     **{
         f"hybrid {kind}": functools.partial(
-            drawn_transformer, **hybrid(kind, **{"attention.window": 5})
+            drawn_transformer,
+            **hybrid(kind, **{"attention.window": 5, "attention.output_gate": True}),
         )
         for kind in MIXERS
     },

@@ -36,6 +36,7 @@ from zoo.wrappers import lora
 KEY = jax.random.key(0)
 
 
+GATED = {"attention.output_gate": True, "positions.rotary_fraction": 0.5}
 # Of which the loop runs two rounds, and one layer comes after it.
 THREE_TO_ONE = {"mixer.pattern": ("mlstm", "mlstm", "attention"), "num_layers": 7}
 
@@ -215,7 +216,7 @@ def test_the_loop_and_what_it_keeps_change_nothing(changes):
 )
 def test_the_mesh_does_not_change_losses_and_gradients(kind, spec, rtol):
     """Documents go across the borders of a row's parts."""
-    model = eqx.filter_jit(make_transformer(**hybrid(kind)))(KEY)
+    model = eqx.filter_jit(make_transformer(**hybrid(kind, **GATED)))(KEY)
     batch = jax.tree.map(jnp.asarray, token_batch(8, 16))
     loss, gradient = gradients(model, batch)
     mesh = sharding.make_mesh(spec)
@@ -228,7 +229,7 @@ def test_the_mesh_does_not_change_losses_and_gradients(kind, spec, rtol):
 
 def test_a_hybrid_trains_on_a_mesh_in_bf16():
     optimizer, mesh = optax.adam(1e-2), zoo.make_mesh("data=2,fsdp=2,tensor=2")
-    make = make_transformer(**hybrid(dropout=0.1))
+    make = make_transformer(**hybrid(dropout=0.1, **GATED))
     state = zoo.init_state(make, optimizer, key=KEY, mesh=mesh)
     step = zoo.make_train_step(losses.next_token, optimizer, mesh=mesh, precision="bf16")
     found = []
@@ -240,14 +241,14 @@ def test_a_hybrid_trains_on_a_mesh_in_bf16():
 
 
 def test_matrices_of_recurrent_layers_are_adapted_and_quantised():
-    model = drawn_transformer(**hybrid("gated_deltanet"))
+    model = drawn_transformer(**hybrid("gated_deltanet", **GATED))
     adapted = lora.adapt(model, lora.Config(rank=2), key=KEY)
     found = adapted.blocks.recurrence
-    assert all(map(lora.is_adapted, (found.wq, found.wz, found.wo, adapted.blocks.attention.wo)))
+    assert all(map(lora.is_adapted, (found.wq, found.wz, found.wo, adapted.blocks.attention.wg)))
     batch = jax.tree.map(jnp.asarray, token_batch(2, 12))
     assert_trees_close(gradients(adapted, batch)[0], gradients(model, batch)[0], rtol=1e-6)
     kinds = quantized_skeleton(eqx.filter_eval_shape(lambda: model), "int8")
-    assert all(map(is_quantized, (kinds.blocks.recurrence.wz, kinds.blocks.attention.wq)))
+    assert all(map(is_quantized, (kinds.blocks.recurrence.wz, kinds.blocks.attention.wg)))
 
 
 def test_flops_are_those_of_each_kind_of_layer():

@@ -55,6 +55,8 @@ def numpy_forward(model: Any, tokens: np.ndarray) -> np.ndarray:
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             weights /= weights.sum(-1, keepdims=True)
             mixed = weights @ (normed @ b["attention.wv"][:, head // groups])
+            if config.attention.output_gate:
+                mixed /= 1 + np.exp(-normed @ b["attention.wg"][:, head])
             added += mixed @ b["attention.wo"][head]
         x = x + added
         normed = norm(x, b["mlp_norm.scale"])
@@ -63,7 +65,9 @@ def numpy_forward(model: Any, tokens: np.ndarray) -> np.ndarray:
     return norm(x, w["final_norm.scale"]) @ w["head.weight"]
 
 
-@pytest.mark.parametrize("changes", [{}, {"positions.rotary_fraction": 2 / 3}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"positions.rotary_fraction": 2 / 3}, {"attention.output_gate": True}]
+)
 def test_logits_match_independent_numpy_forward(changes: dict):
     # Dropout needs a key, and so is off.
     options = {"residual.norm_eps": 0.1, "positions.theta": 100.0, "dropout": 0.5}

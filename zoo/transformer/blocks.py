@@ -80,6 +80,7 @@ class Attention(eqx.Module):
     wq: Float[Array, "embed heads head_dim"] | Operand
     wk: Float[Array, "embed kv_heads head_dim"] | Operand
     wv: Float[Array, "embed kv_heads head_dim"] | Operand
+    wg: Float[Array, "embed heads head_dim"] | Operand | None
     wo: Float[Array, "heads head_dim embed"] | Operand
     bq: Float[Array, "heads head_dim"] | None
     bk: Float[Array, "kv_heads head_dim"] | None
@@ -97,6 +98,9 @@ class Attention(eqx.Module):
         self.wq = normal(q_key, (embed, heads, size), embed)
         self.wk = normal(k_key, (embed, kv_heads, size), embed)
         self.wv = normal(v_key, (embed, kv_heads, size), embed)
+        self.wg = None
+        if config.attention.output_gate:
+            self.wg = normal(jax.random.fold_in(key, 1), (embed, heads, size), embed)
         # Divided by the number of parts that add to the residual stream (Radford et al. 2019).
         self.wo = normal(o_key, (heads, size, embed), heads * size * config.num_parts)
         qkv_bias = config.bias or config.attention.qkv_bias
@@ -150,6 +154,10 @@ class Attention(eqx.Module):
         )
         out_BTNH = constrain(out_BTNH, "batch", "inner_seq", "heads", "head_dim")
         out_BTNH = named(out_BTNH, "attention")
+        if self.wg is not None:
+            gate_BTNH = jax.nn.sigmoid(matmul(x_BTE, self.wg, dtype=jnp.float32))
+            gate_BTNH = constrain(gate_BTNH, "batch", "inner_seq", "heads", "head_dim")
+            out_BTNH = (out_BTNH.astype(jnp.float32) * gate_BTNH).astype(out_BTNH.dtype)
         return add_bias(matmul(out_BTNH, self.wo, contract=2), self.bo)
 
 

@@ -42,6 +42,9 @@ class AttentionConfig:
     """Factor of the attention logits; head_dim^-0.5 if not given."""
     soft_cap: float | None = None
     """Bounds the attention logits by cap · tanh(logits / cap)."""
+    output_gate: bool = False
+    """Multiply the output of each head, before the last projection, by a sigmoid of the layer's
+    input (Qwen3-Next)."""
     kernel: Implementation = may_differ("auto")
     """Attention kernel: auto, chunked, xla, cudnn (its flash kernel, NVIDIA GPUs), splash or
     splash_fused (TPUs); or auto with ring or exchange, where a mesh splits rows: keys go around the
@@ -384,7 +387,8 @@ def num_flops_per_token(config: Config, seq_len: int) -> float:
     B, counts the whole square).
     """
     heads, kv_heads, size = config.num_heads, config.kv_heads, config.head_size
-    attention_weights = config.d_model * size * (2 * heads + 2 * kv_heads)
+    of_heads = 3 if config.attention.output_gate else 2
+    attention_weights = config.d_model * size * (of_heads * heads + 2 * kv_heads)
     weights: float = config.mixers.count("attention") * attention_weights
     if config.mixer.kind is not None:
         settings, width = config.mixer.recurrence, config.d_model
