@@ -677,8 +677,10 @@ def test_biases_are_in_fp32_whatever_a_model_is_loaded_saved_or_computed_in(tmp_
     assert {x.blocks.mlp.w_up.dtype for x in others[:3]} == {jnp.dtype(jnp.bfloat16)}
 
 
-def test_shared_experts_are_an_mlp_for_every_token():
-    model = drawn_transformer(num_layers=1, **OPTIONS, **{"experts.num_shared": 2})
+@pytest.mark.parametrize("gate", [False, True])
+def test_shared_experts_are_an_mlp_for_every_token(gate: bool):
+    shared = {"experts.num_shared": 2, "experts.shared_gate": gate}
+    model = drawn_transformer(num_layers=1, **OPTIONS, **shared)
     block = jax.tree.map(lambda x: x[0], eqx.filter(model.blocks, eqx.is_array))
     block = eqx.combine(block, eqx.filter(model.blocks, eqx.is_array, inverse=True))
     assert block.shared_mlp.w_up.shape == (32, 24)
@@ -687,7 +689,11 @@ def test_shared_experts_are_an_mlp_for_every_token():
     with_, _ = block(x, None, None, None, None)
     alone = eqx.tree_at(lambda block: block.shared_mlp, block, None)
     without, _ = alone(x, None, None, None, None)
-    np.testing.assert_allclose(with_ - without, block.shared_mlp(block.mlp_norm(x)), atol=1e-4)
+    normed = block.mlp_norm(x)
+    want = np.asarray(block.shared_mlp(normed))
+    if gate:
+        want = want / (1 + np.exp(-np.asarray(normed) @ np.asarray(block.shared_gate)))
+    np.testing.assert_allclose(with_ - without, want, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -695,7 +701,7 @@ def test_shared_experts_are_an_mlp_for_every_token():
     [
         *[("buffer", 0.5, 8), ("num_shared", -1, 8), ("bias_rate", 0.0, 8), ("per_token", 9, 8)],
         *[("num_shared", 1, None), ("bias_rate", 0.1, None), ("scale", 2.0, None)],
-        ("router", "sigmoid", None),
+        *[("router", "sigmoid", None), ("shared_gate", True, 8)],
     ],
 )
 def test_bad_settings_of_experts_are_refused(name: str, value: Any, num_experts: int | None):

@@ -226,6 +226,7 @@ class Block(eqx.Module):
     mlp_norm: Norm | None
     mlp: MLP | MoE | None
     shared_mlp: MLP | None
+    shared_gate: Float[Array, "embed routes"] | Operand | None
     mlp_out_norm: Norm | None
     norms_stream: bool = eqx.field(static=True)
     dropout: float = eqx.field(static=True)
@@ -244,10 +245,13 @@ class Block(eqx.Module):
         self.mlp_norm = residual_norm(config) if before and has_mlp else None
         part = MLP if experts.num_experts is None else MoE
         self.mlp = part(config, key=key) if has_mlp else None
-        self.shared_mlp = None
+        self.shared_mlp = self.shared_gate = None
         if experts.num_shared > 0:  # as one MLP
             wide = dataclasses.replace(config, d_ff=experts.num_shared * config.hidden_size)
             self.shared_mlp = MLP(wide, key=jax.random.fold_in(key, 1))
+        if experts.shared_gate:
+            embed = config.d_model
+            self.shared_gate = normal(jax.random.fold_in(key, 2), (embed, 1), embed)
         self.mlp_out_norm = residual_norm(config) if after and has_mlp else None
         self.norms_stream, self.dropout = placement == "stream", config.dropout
 
@@ -307,10 +311,18 @@ class Block(eqx.Module):
                 counted_BT = jnp.where(counted_BT > 0, weights_BT, 0.0)
             added_BTE, balance = self.mlp(normed_BTE, counted_BT)
             if self.shared_mlp is not None:
-                added_BTE = added_BTE + self.shared_mlp(normed_BTE)
+                added_BTE = added_BTE + self._shared(self.shared_mlp, normed_BTE)
         else:
             added_BTE = self.mlp(normed_BTE)
         return self._add(x_BTE, added_BTE, self.mlp_out_norm, keys[1]), balance
+
+    def _shared(self, shared_mlp: MLP, x_BTE: Array) -> Float[Array, "batch seq embed"]:
+        """The output of the shared experts, behind their gate if there is one."""
+        y_BTE = shared_mlp(x_BTE)
+        if self.shared_gate is None:
+            return y_BTE
+        gate_BT1 = jax.nn.sigmoid(matmul(x_BTE, self.shared_gate, dtype=jnp.float32))
+        return (y_BTE.astype(jnp.float32) * gate_BT1).astype(y_BTE.dtype)
 
     def _add(
         self, x_BTE: Array, added_BTE: Array, norm: Norm | None, key: Key[Array, ""] | None

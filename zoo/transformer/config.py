@@ -140,6 +140,8 @@ class ExpertsConfig:
     """Factor of the weights of a token's experts (DeepSeek-V3)."""
     num_shared: int = 0
     """Experts that every token goes to, beside the ones that its router chooses."""
+    shared_gate: bool = False
+    """Multiply what the shared experts give by a sigmoid of each token (Qwen2-MoE, Qwen3-Next)."""
     dispatch: Dispatch = may_differ("auto")
     """How tokens reach experts on other devices: all_reduce, or all_to_all, which sends less where
     there are more devices than experts per token."""
@@ -151,6 +153,10 @@ class ExpertsConfig:
         configuration.check_positive(self, "experts.", "num_experts", "bias_rate", "scale")
         require(self.num_shared >= 0, f"experts.num_shared={self.num_shared}: must be 0 at least")
         require(self.buffer >= 1, f"experts.buffer={self.buffer}: must be 1 at least")
+        require(
+            self.num_shared > 0 or not self.shared_gate,
+            "experts.shared_gate=True: is for shared experts; set experts.num_shared",
+        )
         for name in ("router", "bias_rate", "scale", "num_shared"):
             value = getattr(self, name)
             require(
@@ -399,7 +405,7 @@ def num_flops_per_token(config: Config, seq_len: int) -> float:
     mlp_weights = config.d_model * config.hidden_size * (3 if config.gated else 2)
     if config.experts.num_experts is not None:
         mlp_weights *= config.experts.per_token + config.experts.num_shared
-        mlp_weights += config.d_model * config.experts.num_experts
+        mlp_weights += config.d_model * (config.experts.num_experts + config.experts.shared_gate)
     weights += 0 if config.mlp == "none" else config.num_layers * mlp_weights
     weights += config.d_model * config.vocab_size
 
