@@ -43,7 +43,8 @@ def numpy_forward(model: Any, tokens: np.ndarray) -> np.ndarray:
         z = (x[:, :pairs] + 1j * x[:, pairs : 2 * pairs]) * np.exp(1j * angles)
         return np.concatenate([z.real, z.imag, x[:, 2 * pairs :]], -1)
 
-    x = w["embedding.weight"][tokens]
+    residual = config.residual
+    x = w["embedding.weight"][tokens] * residual.embedding_multiplier
     for layer in range(config.num_layers):
         b = {k.removeprefix("blocks."): v[layer] for k, v in w.items() if k.startswith("blocks.")}
         normed, added = norm(x, b["attention_norm.scale"]), np.zeros_like(x)
@@ -58,15 +59,25 @@ def numpy_forward(model: Any, tokens: np.ndarray) -> np.ndarray:
             if config.attention.output_gate:
                 mixed /= 1 + np.exp(-normed @ b["attention.wg"][:, head])
             added += mixed @ b["attention.wo"][head]
-        x = x + added
+        x = x + residual.multiplier * added
         normed = norm(x, b["mlp_norm.scale"])
         gate = normed @ b["mlp.w_gate"]
-        x = x + (gate / (1 + np.exp(-gate)) * (normed @ b["mlp.w_up"])) @ b["mlp.w_down"]
-    return norm(x, w["final_norm.scale"]) @ w["head.weight"]
+        hidden = gate / (1 + np.exp(-gate)) * (normed @ b["mlp.w_up"])
+        x = x + residual.multiplier * (hidden @ b["mlp.w_down"])
+    return norm(x, w["final_norm.scale"]) @ w["head.weight"] * config.logit_multiplier
+
+
+MULTIPLIERS = {"residual.embedding_multiplier": 12.0, "residual.multiplier": 0.25}
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"positions.rotary_fraction": 2 / 3}, {"attention.output_gate": True}]
+    "changes",
+    [
+        {},
+        {"positions.rotary_fraction": 2 / 3},
+        {"attention.output_gate": True},
+        {**MULTIPLIERS, "logit_multiplier": 0.125},
+    ],
 )
 def test_logits_match_independent_numpy_forward(changes: dict):
     # Dropout needs a key, and so is off.
@@ -302,6 +313,8 @@ def test_call_options_are_checked():
         ({"attention.num_kv_heads": 3}, "num_kv_heads=3 does not divide num_heads=8"),
         ({"attention.head_dim": 5}, "attention.head_dim=5 .*no even number"),
         ({"positions.rotary_fraction": 0.3}, r"positions\.rotary_fraction=0\.3 is no even"),
+        ({"logit_multiplier": 0.0}, r"logit_multiplier=0\.0"),
+        ({"residual.multiplier": -1.0}, r"residual\.multiplier=-1\.0"),
         ({"positions.rotary_fraction": 0.0}, r"positions\.rotary_fraction=0\.0"),
         ({"dropout": 1.0}, "dropout=1.0"),
         ({"attention.window": 0}, "attention.window=0"),

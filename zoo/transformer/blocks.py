@@ -66,6 +66,11 @@ def rotate(
     return (x32 * cos + jnp.roll(x32, x32.shape[-1] // 2, axis=-1) * sin).astype(x_BTNH.dtype)
 
 
+def times(x: Float[Array, "..."], factor: float) -> Float[Array, "..."]:
+    """An array times a number, in its dtype."""
+    return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
+
+
 def residual_norm(config: Config) -> Norm:
     """A norm over the residual stream."""
     residual = config.residual
@@ -229,6 +234,7 @@ class Block(eqx.Module):
     shared_gate: Float[Array, "embed routes"] | Operand | None
     mlp_out_norm: Norm | None
     norms_stream: bool = eqx.field(static=True)
+    multiplier: float = eqx.field(static=True)
     dropout: float = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: Key[Array, ""]):
@@ -254,6 +260,7 @@ class Block(eqx.Module):
             self.shared_gate = normal(jax.random.fold_in(key, 2), (embed, 1), embed)
         self.mlp_out_norm = residual_norm(config) if after and has_mlp else None
         self.norms_stream, self.dropout = placement == "stream", config.dropout
+        self.multiplier = config.residual.multiplier
 
     @staticmethod
     def stacked(config: Config, *, key: Key[Array, ""]) -> "Block":
@@ -331,6 +338,7 @@ class Block(eqx.Module):
         added_BTE = constrain(added_BTE, "batch", "seq", "embed")
         if norm is not None and not self.norms_stream:
             added_BTE = norm(added_BTE)
+        added_BTE = times(added_BTE, self.multiplier)
         x_BTE = x_BTE + dropout(added_BTE, self.dropout, key)
         return norm(x_BTE) if norm is not None and self.norms_stream else x_BTE
 

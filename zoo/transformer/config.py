@@ -208,10 +208,16 @@ class ResidualConfig:
     """Constant that the norms add to the variance."""
     scale_embedding: bool = False
     """Multiply the embedding of tokens by the square root of d_model (Gemma)."""
+    embedding_multiplier: float = 1.0
+    """Factor of the embedding of tokens (Granite)."""
+    multiplier: float = 1.0
+    """Factor of what each part adds to the residual stream (Granite)."""
 
     def __post_init__(self) -> None:
         configuration.check(self, "residual.")
-        configuration.check_positive(self, "residual.", "norm_eps")
+        configuration.check_positive(
+            self, "residual.", "norm_eps", "embedding_multiplier", "multiplier"
+        )
 
 
 @dataclass(frozen=True)
@@ -239,6 +245,8 @@ class Config:
     """A decoder; False gives an encoder, whose positions see each other both ways."""
     tie_embeddings: bool = False
     """Use the embedding as the output head: one leaf."""
+    logit_multiplier: float = 1.0
+    """Factor of the output logits, before the bound (one over Granite's logits_scaling)."""
     logit_soft_cap: float | None = None
     """Bounds the output logits by cap · tanh(logits / cap) (Gemma 2)."""
     dropout: float = of_training(0.0)
@@ -261,7 +269,7 @@ class Config:
         configuration.check_positive(
             self, "", "vocab_size", "d_model", "num_layers", "num_heads", "d_ff", "max_seq_len"
         )
-        configuration.check_positive(self, "", "logit_soft_cap")
+        configuration.check_positive(self, "", "logit_soft_cap", "logit_multiplier")
         configuration.check_ids("eos_ids", self.eos_ids, self.vocab_size)
         require(0 <= self.dropout < 1, f"dropout={self.dropout}: must be in [0, 1)")
         require(

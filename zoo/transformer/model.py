@@ -21,7 +21,7 @@ from zoo.nn.recurrences.marks import Marks, make_marks
 from zoo.nn.remat import scan_layers
 from zoo.nn.stateful import Balance
 from zoo.sharding import constrain
-from zoo.transformer.blocks import Block, Rotary, residual_norm, rotary_tables
+from zoo.transformer.blocks import Block, Rotary, residual_norm, rotary_tables, times
 from zoo.transformer.config import Config, LayerKind, RopeScaling
 
 
@@ -124,8 +124,10 @@ class Transformer(CastsAtUse):
     ) -> tuple[Float[Array, "batch seq embed"], dict[LayerKind, Rotary | None]]:
         """The input of the first layer, and each kind's tables of rotary positions."""
         x_BTE = self.embedding(constrain(tokens, "batch", "inner_seq"))
-        if self.config.residual.scale_embedding:
-            x_BTE = x_BTE * jnp.asarray(self.config.d_model**0.5, x_BTE.dtype)
+        residual = self.config.residual
+        if residual.scale_embedding:
+            x_BTE = times(x_BTE, self.config.d_model**0.5)
+        x_BTE = times(x_BTE, residual.embedding_multiplier)
         if self.position_embedding is not None:
             x_BTE = x_BTE + self.position_embedding(positions)
         config, rotaries = self.config.positions, {}
@@ -141,8 +143,9 @@ class Transformer(CastsAtUse):
         return constrain(x_BTE, "batch", "seq", "embed"), rotaries
 
     def finish(self, x_BTE: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        """The input of the output head, from the output of the last layer."""
-        return constrain(unshard(self.final_norm)(x_BTE), "batch", "inner_seq", "embed")
+        """The input of the output head, times the logits' factor: from the last layer's output."""
+        x_BTE = times(unshard(self.final_norm)(x_BTE), self.config.logit_multiplier)
+        return constrain(x_BTE, "batch", "inner_seq", "embed")
 
     def readout(self) -> Readout:
         """The output head: from `hidden` to logits in fp32."""
