@@ -9,11 +9,14 @@ Neither a network nor data packages are needed.
 
 import argparse
 import dataclasses
+import math
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
+from statistics import median
 from typing import Any
 
 from benchmarks import stand_ins
@@ -22,6 +25,7 @@ stand_ins.install()
 
 import equinox as eqx  # noqa: E402
 import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 from benchmarks import harness, run  # noqa: E402
@@ -33,6 +37,7 @@ from zoo.data.corpus import Corpus  # noqa: E402
 from zoo.data.documents import standard_library  # noqa: E402
 from zoo.data.token_datasets import PackedDataset  # noqa: E402
 from zoo.data.tokenizer import BPETokenizer  # noqa: E402
+from zoo.nn.attention.attention import attention  # noqa: E402
 from zoo.nn.precision import exact_products, in_precision  # noqa: E402
 
 TEXT = ROOT / "runs" / "gpu-text"
@@ -54,8 +59,8 @@ class Decoder:
     """Time limit of each peer."""
 
 
-def _gpt(layers: int, d_model: int, heads: int, seq_len: int) -> Transformer:
-    sizes = {"vocab_size": 50304, "seq_len": seq_len, "tied": True}
+def _gpt(layers: int, d_model: int, heads: int, seq_len: int, packed: bool = False) -> Transformer:
+    sizes = {"vocab_size": 50304, "seq_len": seq_len, "tied": True, "packed": packed}
     return Transformer(layers, d_model, heads, 4 * d_model, **sizes)
 
 
@@ -63,6 +68,7 @@ DECODERS = {
     "124M": Decoder(_gpt(12, 768, 12, 1024), (128, 64, 32, 16, 8), 45, 210),
     "350M": Decoder(_gpt(24, 1024, 16, 1024), (64, 32, 16, 8, 4), 50, 240),
     "1.3B": Decoder(_gpt(24, 2048, 16, 2048), (16, 8, 4, 2, 1), 55, 300),
+    "350M-packed": Decoder(_gpt(24, 1024, 16, 8192, packed=True), (8, 4, 2, 1), 50, 240),
 }
 TINY = Decoder(Transformer(2, 64, 2, 256, vocab_size=512, seq_len=64, tied=True), (4, 2), 45, 60)
 LSTM = RNN(hidden_size=1024, vocab_size=2048, seq_len=512, batch_size=64)
@@ -111,6 +117,7 @@ def _parts(tiny: bool, end: float) -> dict[str, Callable[[Table], None]]:
     first, *others = trained
     return {
         first: trained[first],
+        "attention": lambda table: attentions(table, tiny),
         "parity": lambda table: parity(table, tiny),
         **{name: trained[name] for name in others},
         "lstm": lambda table: lstm(table, tiny),
@@ -121,8 +128,8 @@ def decoder(table: Table, wanted: Decoder, tiny: bool, end: float) -> None:
     """A decoder's train step on text beside PyTorch's, each at the largest batch that fits."""
     shape = dataclasses.replace(wanted.shape, tokens=_text(wanted, tiny))
     table.title = (
-        f"decoder: {shape.num_layers} layers of {shape.d_model}, sequence {shape.seq_len}, bf16 "
-        "over fp32 weights, AdamW"
+        f"decoder: {shape.num_layers} layers of {shape.d_model}, sequence {shape.seq_len}, "
+        f"{'packed, ' if shape.packed else ''}bf16 over fp32 weights, AdamW"
     )
     flops = transformer.num_flops_per_token(
         zoo_model.transformer_sizes(shape, "none", True), shape.seq_len
@@ -191,6 +198,30 @@ def _largest(
         else:
             return worker.setup | {"batch": batch, "seconds": sorted(turns)[1], "peak_bytes": peak}
     raise SkippedError(f"no batch of {batches} fits")
+
+
+def attentions(table: Table, tiny: bool) -> None:
+    """Attention forward and backward over packed rows, and over whole ones by cuDNN."""
+    tokens, size = (64, 8) if tiny else (32_768, 128)
+    kinds = ("chunked", "xla") if tiny else ("triton", "chunked", "cudnn")
+    table.title = f"attention of {tokens:,} tokens, 16 heads of {size}, 4 of keys, bf16"
+    table.notes.append("documents of 1,000 tokens in the mean, but for cudnn: there rows are one")
+    rng = np.random.default_rng(0)
+    for seq_len in (tokens // 4, tokens):
+        q, k = (np.ones((tokens // seq_len, seq_len, heads, size)) for heads in (16, 4))
+        q, k, v = (jnp.asarray(rng.normal(size=x.shape), jnp.bfloat16) for x in (q, k, k))
+        lengths = rng.lognormal(math.log(1000) - 0.5, 1.0, tokens).astype(int) + 1
+        ids = np.repeat(np.arange(1, tokens + 1), lengths)[:tokens].reshape(-1, seq_len)
+        for kind in kinds:
+            segment_ids = None if kind == "cudnn" else jnp.asarray(ids, jnp.int32)
+            call = partial(attention, causal=True, segment_ids=segment_ids, implementation=kind)
+            total = lambda call, *qkv: call(*qkv).astype(jnp.float32).sum()  # noqa: E731
+            gradient = jax.jit(jax.grad(partial(total, call), (0, 1, 2)))
+            gradient = partial(gradient, q, k, v)
+            jax.block_until_ready(gradient())  # compiles
+            turns = {"": lambda run=gradient: jax.block_until_ready(run()) and None}
+            seconds = harness.in_turn(turns, 5)[""]
+            table.add(peer=f"{kind}, rows of {seq_len:,}", milliseconds=1e3 * median(seconds))
 
 
 def lstm(table: Table, tiny: bool) -> None:
@@ -269,7 +300,8 @@ def _text(wanted: Decoder, tiny: bool) -> str:
         ids = tokenizer.encode_batch([document.text for document in documents])
         corpus = Corpus.from_arrays(ids, tokenizer.vocab_size, num_bytes=1)
         plan = PackedDataset(corpus, tokenizer.separator_id, shape.seq_len + 1, rows, seed=0)
-        np.save(file, plan.batch(0)["tokens"])
+        batch = plan.batch(0)
+        np.save(file, np.stack([batch["tokens"], batch["segment_ids"]]))
     return str(file)
 
 

@@ -125,9 +125,10 @@ def test_gpu_suite_runs_without_data_packages(tmp_path):
     )
     assert process.returncode == 0, process.stdout + process.stderr
     [record] = tmp_path.glob("*-gpu-*.json")
-    decoder, parity, lstm = json.loads(record.read_text())["tables"]
+    decoder, attention, parity, lstm = json.loads(record.read_text())["tables"]
     peers = ["zoo", "pytorch"] if importlib.util.find_spec("torch") else ["zoo"]
     assert [row["peer"] for row in decoder["rows"]] == peers
+    assert len(attention["rows"]) == 4
     assert [row["quantity"] for row in parity["rows"]] == ["loss", "gradient"]
     assert len(lstm["rows"]) == len(peers)
 

@@ -51,9 +51,9 @@ class Config:
     dropout: float = of_training(0.0)
     """Rate of dropout on the embedding and on each residual update."""
     kernel: Implementation = may_differ("auto")
-    """Attention kernel: auto, chunked, xla, cudnn (its flash kernel, NVIDIA GPUs), splash or
-    splash_fused (TPUs); or auto with ring or exchange, where a mesh splits rows: keys go around the
-    devices, or these exchange heads."""
+    """Attention kernel: auto, chunked, xla, cudnn or triton (GPUs), splash or splash_fused (TPUs);
+    or auto with ring or exchange, where a mesh splits rows: keys go around the devices, or these
+    exchange heads."""
     remat: Policy = may_differ("none")
     """Rematerialisation in the backward pass, as a transformer's: none, dots, dots_no_batch, full,
     or of names."""

@@ -56,7 +56,10 @@ class Transformer:
     tied: bool = False
     """Whether the embedding is the head too (only the zoo and PyTorch)."""
     tokens: str = ""
-    """A .npy file with rows of seq_len + 1 tokens of text; random tokens if it is empty."""
+    """A .npy file with rows of seq_len + 1 tokens of text, and with the documents of the tokens;
+    random tokens if it is empty."""
+    packed: bool = False
+    """Whether a token sees its own document alone (only the zoo and PyTorch)."""
 
     @property
     def head_dim(self) -> int:
@@ -81,9 +84,14 @@ class Transformer:
     def batch(self) -> Batch:
         """Tokens and next-token targets."""
         if self.tokens:
-            rows = np.load(self.tokens, mmap_mode="r")[: self.batch_size].astype(np.int32)
+            rows = np.load(self.tokens, mmap_mode="r")[0, : self.batch_size].astype(np.int32)
             return rows[:, :-1], rows[:, 1:]
         return token_batch(self.vocab_size, self.batch_size, self.seq_len)
+
+    def documents(self) -> np.ndarray | None:
+        """The document of each token in a packed row, int32[batch, seq]."""
+        rows = np.load(self.tokens, mmap_mode="r")[1, : self.batch_size] if self.packed else None
+        return None if rows is None else rows[:, :-1].astype(np.int32)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.peers import given
@@ -62,12 +63,15 @@ class Block(nn.Module):
     def _heads(self, name: str, x: Tensor) -> Tensor:
         return self.linears[name](x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any) -> Tensor:
         """[batch, seq, d_model] to the same."""
         normed = self.attention_norm(x)
         q, k, v = (self._heads(name, normed) for name in ("wq", "wk", "wv"))
         q, k = (rotate(q, cos, sin), rotate(k, cos, sin))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if mask is None:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            out = flex_attention.flex_attention(q, k, v, block_mask=mask)
         x = x + self.linears["wo"](out.transpose(1, 2).flatten(2))
         hidden = F.gelu(self.linears["w_up"](self.mlp_norm(x)), approximate="tanh")
         return x + self.linears["w_down"](hidden)
@@ -77,6 +81,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.float().chunk(2, -1)
     rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
     return rotated.to(x.dtype)
+
+
+def _mask(shape: Transformer) -> Any:
+    """The blocks of packed rows, for PyTorch's flex attention."""
+    if (documents := shape.documents()) is None:
+        return None
+    ids = torch.from_numpy(documents).to(DEVICE)
+    seen = lambda b, _, q, k: (q >= k) & (ids[b, q] == ids[b, k])  # noqa: E731
+    return flex_attention.create_block_mask(seen, len(ids), None, *ids.shape[1:] * 2, device=DEVICE)
 
 
 class Decoder(nn.Module):
@@ -99,7 +112,7 @@ class Decoder(nn.Module):
             for i in range(shape.num_layers)
         )
         self.final_norm = nn.RMSNorm(shape.d_model, eps=given.NORM_EPS)
-        self.remat = remat
+        self.remat, self.mask = remat, _mask(shape)
         frequency = given.ROPE_THETA ** (-torch.arange(0, shape.head_dim, 2) / shape.head_dim)
         angles = torch.arange(shape.seq_len)[:, None] * frequency
         self.register_buffer("cos", torch.cos(angles))
@@ -110,9 +123,9 @@ class Decoder(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             if self.remat == "full":
-                x = checkpoint(block, x, self.cos, self.sin, use_reentrant=False)
+                x = checkpoint(block, x, self.cos, self.sin, self.mask, use_reentrant=False)
             else:
-                x = block(x, self.cos, self.sin)
+                x = block(x, self.cos, self.sin, self.mask)
         return self.head(self.final_norm(x))
 
 

@@ -111,6 +111,8 @@ def transformer_sizes(shape: Transformer, remat: Remat, scan: bool) -> zoo.trans
 def transformer(shape: Transformer, precision: Precision, *, remat: Remat, scan: bool) -> Built:
     config = transformer_sizes(shape, remat, scan)
     batch = token_batch(shape.batch())
+    if (documents := shape.documents()) is not None:
+        batch["segment_ids"] = documents
     return step_of(
         losses.next_token, lambda key: init_transformer(config, shape, key), batch, precision
     )

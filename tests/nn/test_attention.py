@@ -5,6 +5,7 @@ import functools
 import itertools
 import sys
 import tracemalloc
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,10 +16,11 @@ from helpers import covering, equations, flash, value_and_gradients
 from jaxtyping import Array
 
 from zoo import sharding
-from zoo.nn.attention import attention, masks, splash
+from zoo.nn.attention import attention, masks, splash, triton
 from zoo.nn.attention.attention import attend_to_slots, overridden_kernel
 from zoo.nn.attention.masks import Mask
 from zoo.nn.attention.splash import Blocks, blocks_for
+from zoo.nn.attention.triton import Tiling, Triton
 
 
 def inputs(length: int, heads: int = 2, kv_heads: int = 2, dtype: Any = jnp.float32) -> Any:
@@ -62,14 +64,16 @@ CASES: dict[str, dict[str, Any]] = {
     "one": {"length": 1},
     "two": {"length": 2, "causal": False},
     "under a chunk": {"length": 15, "segments": True},
-    "over a chunk": {"length": 17, "kv_heads": 1},
-    "encoder": {"length": 33, "causal": False, "segments": True, "heads": 4, "xla": True},
+    "over a chunk": {"length": 17, "kv_heads": 1, "triton": True},
+    "encoder": {"length": 33, "causal": False, "segments": True, "heads": 4, "xla": True}
+    | {"triton": True},
     "window": {"length": 33, "window": 5, "segments": True, "xla": True},
     "window of one": {"length": 18, "window": 1},
     "wide window": {"length": 33, "window": 23},
     "encoder's window": {"length": 34, "window": 9, "causal": False, "xla": True},
     "soft cap": {"length": 20, "soft_cap": 1.5, "segments": True, "kv_heads": 1},
-    "all": {"length": 33, "soft_cap": 2.0, "window": 20, "causal": False, "segments": True},
+    "all": {"length": 33, "soft_cap": 2.0, "window": 20, "causal": False, "segments": True}
+    | {"triton": True},
 }
 
 
@@ -93,11 +97,36 @@ def test_chunked_attention_matches_textbook_formula(name: str, monkeypatch: pyte
     exact = textbook(*(np.asarray(x, np.float64) for x in qkv), seen, soft_cap, np)
     np.testing.assert_allclose(got[0], exact, atol=2e-6)
     plain = lambda q, k, v: textbook(q, k, v, seen, soft_cap, jnp)
-    for x, want in zip(got, value_and_gradients(plain, g, *qkv), strict=True):
-        np.testing.assert_allclose(x, want, atol=2e-5)
-    if case.get("xla"):
-        for x, want in zip(got, run("xla"), strict=True):
-            np.testing.assert_allclose(x, want, atol=2e-5)
+    found = [got, run("xla")] if case.get("xla") else [got]
+    if case.get("triton"):
+        kernel = Triton(Mask(case["causal"], case["window"]), 8**-0.5, soft_cap)
+        kernel = kernel._replace(tiling=TILING, interpret=True)
+        ids = None if segment_ids is None else (segment_ids, segment_ids)
+        found.append(value_and_gradients(lambda q, k, v: kernel(q, k, v, ids), g, *qkv))
+    for place, want in enumerate(value_and_gradients(plain, g, *qkv)):
+        for arrays in found:
+            np.testing.assert_allclose(arrays[place], want, atol=2e-5)
+
+
+TILING = Tiling(*(triton.Blocks(*sizes, 4, 2) for sizes in ((32, 16), (16, 32), (32, 16))))
+
+
+@pytest.mark.parametrize("mask", [Mask(True, None), Mask(False, None), Mask(True, 8)], ids=str)
+def test_triton_leaves_out_blocks_of_other_documents(mask: Mask):
+    ids = np.repeat([1, 2, 3, 0], [32, 40, 24, 32])[None].repeat(2, 0)
+    q, segment_ids = jnp.zeros((2, 128, 2, 16)), jnp.asarray(ids, jnp.int32)
+    kernel = Triton(mask, 1.0, None, tiling=TILING)
+    inputs = triton.Inputs.of(kernel, (q, q, q), (segment_ids, segment_ids))
+    found = np.asarray(inputs.seen(triton.Blocks(16, 32, 4, 2)))
+    wanted = visible(128, mask.causal, mask.window, ids)[:, 0]
+    wanted = wanted.reshape(2, 8, 16, 4, 32).any((2, 4))
+    if mask.window is None:
+        np.testing.assert_array_equal(found, wanted)
+    assert (found >= wanted).all()
+    assert found.sum() <= 2 * 12
+    first, end = np.moveaxis(np.asarray(triton.ranges(jnp.asarray(wanted))), -1, 0)
+    np.testing.assert_array_equal(first, wanted.argmax(-1))
+    np.testing.assert_array_equal(end - first, wanted.sum(-1))
 
 
 def grown(length: int, causal: bool = True) -> tuple[int, int]:
@@ -374,28 +403,29 @@ CUDNN = {"dtype": jnp.bfloat16, "head_dim": 64, "length": 6, "causal": True}
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "messages"),
     [
-        ({"dtype": jnp.float32}, "bf16 or fp16.*float32"),
-        ({"head_dim": 36}, "multiple of 8.*head_dim=36"),
-        ({"head_dim": 256}, "up to 128.*head_dim=256"),
-        ({"causal": False, "window": 3}, "causal attention for a window, and window=3"),
-        ({"packed": True, "length": 5}, "an even length for packed rows.*5"),
-        ({"packed": True, "length": 2050}, "a mask of .seq, seq. for packed rows of 2050"),
-        ({}, None),
-        ({"causal": False, "length": 5}, None),
-        ({"window": 3}, None),
-        ({"window": 3, "packed": True}, None),
+        ({"dtype": jnp.float32}, {"cudnn": "bf16 or fp16.*float32", "triton": "float32"}),
+        ({"head_dim": 36}, {"cudnn": "multiple of 8.*dim=36", "triton": "multiple of 8.*dim=36"}),
+        ({"head_dim": 264}, {"cudnn": "128.*head_dim=264", "triton": "256.*head_dim=264"}),
+        ({"head_dim": 256}, {"cudnn": "up to 128.*head_dim=256"}),
+        ({"causal": False, "window": 3}, {"cudnn": "causal attention for a window, and window=3"}),
+        ({"packed": True}, {"cudnn": "no packed rows"}),
+        ({"soft_cap": 2.0}, {"cudnn": "no soft cap"}),
+        ({"packed": True, "capability": "7.5"}, {"cudnn": "packed", "triton": "8.0.*7.5"}),
+        ({}, {}),
+        ({"causal": False, "length": 5}, {}),
+        ({"window": 3}, {}),
     ],
     ids=str,
 )
-def test_auto_uses_cudnn_where_supported(
-    changes: dict, message: str | None, monkeypatch: pytest.MonkeyPatch
+def test_auto_uses_kernels_of_gpus_where_supported(
+    changes: dict, messages: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ):
-    case = {"window": None, "packed": False, **CUDNN, **changes}
+    case = {"window": None, "packed": False, "soft_cap": None, **CUDNN, **changes}
     q = 0.1 * jnp.arange(case["length"] * case["head_dim"], dtype=case["dtype"])
     q = q.reshape(1, case["length"], 1, case["head_dim"])
-    options = {"causal": case["causal"], "window": case["window"]}
+    options = {name: case[name] for name in ("causal", "window", "soft_cap")}
     options["segment_ids"] = jnp.ones((1, case["length"]), jnp.int32) if case["packed"] else None
     chunked, taken = attention(q, q, q, **options, implementation="chunked"), []
 
@@ -403,13 +433,15 @@ def test_auto_uses_cudnn_where_supported(
         taken.append(implementation)
         return q
 
+    device = SimpleNamespace(compute_capability=case.get("capability", "9.0"))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [device])
     monkeypatch.setattr(jax.nn, "dot_product_attention", kernel)
+    monkeypatch.setattr(Triton, "__call__", lambda _, q, *__: taken.append("triton") or q)
     got = attention(q, q, q, **options)
-    if message is None:
-        assert taken == ["cudnn"]
-    else:
-        assert taken == []
+    assert taken == [name for name in ("cudnn", "triton") if name not in messages][:1]
+    if not taken:
         np.testing.assert_allclose(*(x.astype(jnp.float32) for x in (got, chunked)), rtol=0.02)
+    for name, message in messages.items():
         with pytest.raises(ValueError, match=message):
-            attention(q, q, q, **options, implementation="cudnn")
+            attention(q, q, q, **options, implementation=name)

@@ -552,6 +552,13 @@ def test_arrays_without_checksums_are_refused(opened, monkeypatch):
     assert checkpointer.good_steps() == []
 
 
+def test_an_orbax_too_old_is_refused_before_the_first_step(opened, monkeypatch):
+    versions = {"orbax-checkpoint": "0.12.4"}
+    monkeypatch.setattr(stored_arrays.importlib.metadata, "version", versions.__getitem__)
+    with pytest.raises(CheckpointError, match=r"orbax-checkpoint 0\.12\.4 .*0\.12\.8"):
+        opened()
+
+
 def test_whole_steps_are_verified_byte_by_byte(two_large_steps, tmp_path):
     assert problems(two_large_steps / "2") == []
     assert len(list((two_large_steps / "2").rglob("*"))) > 5

@@ -12,6 +12,7 @@ import abc
 import contextlib
 import functools
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
 
@@ -337,6 +338,16 @@ def device_kind() -> str:
     """JAX's name of the chip that the program at hand is for, such as "TPU v5 lite"."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return (jax.devices()[0] if device is None else device).device_kind
+
+
+def compute_capability(device: Any = None) -> float | None:
+    """NVIDIA's number of a GPU's generation, such as 9.0; None if it is not known.
+
+    That is of JAX's first device unless another one is given.
+    """
+    device = jax.devices()[0] if device is None else device
+    found = str(getattr(device, "compute_capability", ""))
+    return float(found) if re.fullmatch(r"\d+\.\d+", found) else None
 
 
 def low_on_cpu(x: Array) -> bool:

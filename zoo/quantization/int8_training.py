@@ -20,7 +20,16 @@ from jaxtyping import Array, DTypeLike, Float, Int8
 
 from zoo.nn.parameters import takes_operands
 from zoo.nn.precision import Scheme
-from zoo.nn.products import PRODUCT, Codes, cast_array, matmul, multiply, platform, product
+from zoo.nn.products import (
+    PRODUCT,
+    Codes,
+    cast_array,
+    compute_capability,
+    matmul,
+    multiply,
+    platform,
+    product,
+)
 from zoo.sharding.axes import map_named
 from zoo.sharding.names import ANNOTATION, Named
 from zoo.sharding.rules import is_hidden_matrix, matrix_axes
@@ -122,8 +131,8 @@ class SwitchBack(Scheme):
         They came to Cloud TPUs with v4, and to NVIDIA's GPUs with compute capability 7.5 (Turing).
         CPUs have the same numbers by way of bf16.
         """
-        capability = str(getattr(device, "compute_capability", ""))
-        is_old_gpu = re.fullmatch(r"\d+\.\d+", capability) is not None and float(capability) < 7.5
+        capability = compute_capability(device)
+        is_old_gpu = capability is not None and capability < 7.5
         if is_old_gpu or re.match(r"TPU v[23]\b", device.device_kind):
             others = "fp16 or fp32" if is_old_gpu else "bf16 or fp32"
             raise ValueError(

@@ -66,6 +66,8 @@ class Checkpointer:
         """
         if keep < 1:
             raise ValueError(f"keep={keep}: at least one checkpoint has to be kept")
+        if too_old := stored_arrays.older_orbax():
+            raise CheckpointError(too_old)
         self.folder = files.local_path(folder, "folder").absolute()
         self._keep, self._committed, self._held = keep, committed, held
         self._newest: int | None = None

@@ -8,6 +8,7 @@ own devices.
 import functools
 import importlib.metadata
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 # that shows its flags, or a plan, needs neither.
 
 CHUNK_BYTES = 2**26  # what has to be read to verify one byte, and what one thread verifies
+OLDEST_ORBAX = (0, 12, 8)
 _METADATA = "_METADATA"  # of Orbax: which arrays there are
 _READ_AT_ONCE = 2**30  # bytes
 
@@ -42,6 +44,15 @@ def make_checkpointer() -> Any:
             use_compression=False,  # weights do not get smaller, and saving takes longer
         )
     )
+
+
+def older_orbax() -> str:
+    """Which Orbax is installed, and which one to install; empty if it is that or a later one."""
+    version = importlib.metadata.version("orbax-checkpoint")
+    if tuple(map(int, re.findall(r"\d+", version)[:3])) >= OLDEST_ORBAX:
+        return ""
+    oldest = ".".join(map(str, OLDEST_ORBAX))
+    return f"orbax-checkpoint {version} is installed: install {oldest} or later"
 
 
 def save_args(arrays: Mapping[str, jax.Array]) -> Any:

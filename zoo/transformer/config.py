@@ -46,9 +46,9 @@ class AttentionConfig:
     """Multiply the output of each head, before the last projection, by a sigmoid of the layer's
     input (Qwen3-Next)."""
     kernel: Implementation = may_differ("auto")
-    """Attention kernel: auto, chunked, xla, cudnn (its flash kernel, NVIDIA GPUs), splash or
-    splash_fused (TPUs); or auto with ring or exchange, where a mesh splits rows: keys go around the
-    devices, or these exchange heads."""
+    """Attention kernel: auto, chunked, xla, cudnn or triton (GPUs), splash or splash_fused (TPUs);
+    or auto with ring or exchange, where a mesh splits rows: keys go around the devices, or these
+    exchange heads."""
 
     def __post_init__(self) -> None:
         configuration.check(self, "attention.")

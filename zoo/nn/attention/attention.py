@@ -18,11 +18,11 @@ from zoo.nn.attention.context_parallel import Transfer, on_each_device
 from zoo.nn.attention.kernels import Kernel
 from zoo.nn.attention.masks import MASKED, Mask, einsum32
 from zoo.nn.attention.splash import Splash
-from zoo.nn.products import in_forward_mode, low_on_cpu, platform
+from zoo.nn.products import compute_capability, in_forward_mode, low_on_cpu, platform
 from zoo.sharding import num_parts, split_by
 
 Implementation = Literal[
-    "auto", "chunked", "xla", "cudnn", "splash", "splash_fused", "ring", "exchange"
+    "auto", "chunked", "xla", "cudnn", "triton", "splash", "splash_fused", "ring", "exchange"
 ]
 
 # Within `overridden_kernel(name)`, it replaces the ones that models ask for, as `remat`'s does.
@@ -52,8 +52,10 @@ def attention(
     - "splash" is JAX's flash kernel for TPUs, `jax.experimental.pallas.ops.tpu.splash_attention`;
       "splash_fused" computes the logits once in the backward pass, not twice, and keeps a gradient
       of the queries per block of keys: memory grows with the square of seq.
-    - "cudnn" is cuDNN's flash kernel, by `jax.nn.dot_product_attention`, for packed rows of up to
-      2,048 positions: to that function segments are a mask of [seq, seq].
+    - "triton" is the zoo's flash kernel for GPUs, `zoo.nn.attention.triton`, which takes the time
+      of a row's documents.
+    - "cudnn" is cuDNN's flash kernel, by `jax.nn.dot_product_attention`, the faster one for rows
+      that are not packed: to that function segments are a mask of [seq, seq].
     - "chunked" is the zoo's own, in plain XLA: memory grows with seq, not its square, the program
       with neither, and every product takes inputs of the compute dtype, forward and backward.
     - "xla" is `jax.nn.dot_product_attention`'s, which keeps all logits.
@@ -62,8 +64,6 @@ def attention(
       tokens of a row: keys and values go around the devices (but for what a window sees of the
       neighbours), or devices exchange heads for tokens. The others take what sends less: see
       `zoo.nn.attention.context_parallel`.
-
-    Longer packed rows on a GPU are "chunked": JAX's public functions lack cuDNN's packed layout.
 
     Raises:
         ValueError: an implementation that does not apply here, with the reason.
@@ -82,9 +82,13 @@ def attention(
             f"attention.kernel={implementation!r} {refusal}; choose 'auto' or 'chunked'"
         )
     scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
-    if implementation in ("chunked", "splash", "splash_fused"):
+    if implementation not in ("xla", "cudnn"):
         kernel: Kernel = Chunked(mask, scale, soft_cap)
-        if implementation != "chunked":
+        if implementation == "triton":
+            from zoo.nn.attention.triton import Triton  # which takes a second to import
+
+            kernel = Triton(mask, scale, soft_cap)
+        elif implementation != "chunked":
             kernel = Splash(mask, scale, soft_cap, fused=implementation == "splash_fused")
         # XLA splits rows and heads of its own products, but neither a kernel nor tokens.
         if implementation != "chunked" or num_parts("inner_seq") > 1:
@@ -106,9 +110,7 @@ def attention(
     )
 
 
-# To cuDNN segments are a mask, in bf16: at this length 8 MiB per row.
-_MASK_LENGTH = 2048
-_KERNELS: tuple[Implementation, ...] = ("splash", "cudnn")
+_KERNELS: tuple[Implementation, ...] = ("splash", "cudnn", "triton")
 
 
 def _refusal(
@@ -121,7 +123,7 @@ def _refusal(
     if implementation not in ("xla", "splash_fused", *_KERNELS):
         return "is no implementation"
     is_splash = implementation.startswith("splash")
-    if soft_cap is not None and not is_splash:
+    if soft_cap is not None and not is_splash and implementation != "triton":
         return f"has no soft cap, and attention.soft_cap={soft_cap}"
     if implementation == "xla":
         return None
@@ -138,21 +140,23 @@ def _refusal(
         return None
     if platform() != "gpu":
         return f"needs an NVIDIA GPU, and this run is on {platform()!r}"
-    if split := split_by("inner_seq"):
-        return f"takes whole rows, and {split} of the mesh splits them"
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"needs bf16 or fp16, and the precision is {dtype}"
-    if size % 8 or size > 128:
-        return f"needs a multiple of 8 up to 128, and head_dim={size}"
+    most = 256 if implementation == "triton" else 128
+    if size % 8 or size > most:
+        return f"needs a multiple of 8 up to {most}, and head_dim={size}"
+    if implementation == "triton":
+        if (capability := compute_capability()) is not None and capability < 8:
+            return (
+                f"needs a GPU from Ampere on, of compute capability 8.0, and this is {capability}"
+            )
+        return None
+    if packed:
+        return "takes no packed rows, but by a mask of [seq, seq]"
+    if split := split_by("inner_seq"):
+        return f"takes whole rows, and {split} of the mesh splits them"
     if mask.window is not None and not mask.causal:
         return f"needs causal attention for a window, and window={mask.window} is without it"
-    if packed and length > _MASK_LENGTH:
-        return (
-            f"would keep a mask of [seq, seq] for packed rows of {length} positions, and takes up "
-            f"to {_MASK_LENGTH}"
-        )
-    if packed and length % 2:
-        return f"needs an even length for packed rows, and this one is {length}"
     return None
 
 
