@@ -80,7 +80,7 @@ CEILINGS = {
     "decoding": 1335,
     "publishing": 1810,
     "hf": 3040,
-    "runs": 4737,
+    "runs": 4739,
     "tasks": 1530,
     "alignment": 845,
     "planning": 3010,

@@ -1,4 +1,5 @@
 import errno
+import functools
 import json
 import math
 import os
@@ -76,10 +77,11 @@ def poisoned_steps(dataset, steps):
     return [k + 1 for k in range(steps) if (dataset.batch(k)["tokens"] == POISON).any()]
 
 
+@functools.cache
 def poisoned_dataset(first):
     """A dataset whose batches hold the token POISON for the first time in that step."""
     datasets = (make_dataset(poison=document) for document in range(60))
-    return next(dataset for dataset in datasets if poisoned_steps(dataset, 30)[:1] == [first])
+    return next(dataset for dataset in datasets if poisoned_steps(dataset, first) == [first])
 
 
 def config(folder, **options):

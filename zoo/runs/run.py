@@ -277,6 +277,8 @@ def _has_no_traceback(record: logging.LogRecord) -> bool:
 
 def versions() -> dict[str, str]:
     """The versions of the packages that a run's numbers depend on."""
-    packages = {"zoo", "jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain", "numpy"}
-    installed = packages & {d.name for d in importlib.metadata.distributions()}
-    return {name: importlib.metadata.version(name) for name in sorted(installed)}
+    found = {}
+    for name in ("equinox", "grain", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "zoo"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
