@@ -71,7 +71,7 @@ TESTS = {
         (f"nn/recurrences/{x}" for x in ("chunks", "gated_deltanet", "mamba2", "mlstm", "parts")),
         "test_recurrences | test_rnn -k 'delta or mamba2 or mlstm'",
     ),
-    "nn/remat": "test_remat",
+    "nn/remat": "test_remat | test_mixers",
     "publishing/models": "test_lora",
     "quantization/codes": "test_quantized | test_hf_quantized",
     "quantization/int8_training": "test_rounded_products | test_rounded_products -m slow",

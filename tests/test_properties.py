@@ -235,6 +235,9 @@ def draw_transformer(draw: st.DrawFn, unit: int, rows: int) -> tuple[Callable, A
     plain = st.sampled_from(["swiglu", "geglu", "gelu", "gelu_erf"])
     flag, norms = st.booleans(), st.sampled_from(["none", "per_head", "across_heads"])
     soft_caps = st.sampled_from([None, 5.0])
+    kind = draw(st.sampled_from([*MIXERS]))
+    pattern = draw(st.sampled_from([("attention",), ("attention",), (kind,), (kind, "attention")]))
+    is_hybrid = kind in pattern
     config = transformer.Config(
         vocab_size=unit * math.ceil(64 / unit),
         d_model=unit * draw(st.integers(2, 4)),
@@ -253,6 +256,7 @@ def draw_transformer(draw: st.DrawFn, unit: int, rows: int) -> tuple[Callable, A
             window_pattern=draw(st.sampled_from([("local",), ("local", "global")])),
             soft_cap=draw(soft_caps),
             qkv_bias=draw(flag),
+            output_gate=draw(flag),
             qk_norm=draw(norms),
         ),
         experts=transformer.ExpertsConfig(num_experts=experts, normalize=draw(flag)),
@@ -267,7 +271,11 @@ def draw_transformer(draw: st.DrawFn, unit: int, rows: int) -> tuple[Callable, A
                 st.sampled_from([RopeScaling(), RopeScaling(2.0), RopeScaling(8.0, 1.0, 4.0, 8)])
             ),
         ),
-        **{name: draw(flag) for name in ("tie_embeddings", "causal", "scan_layers")},
+        mixer=transformer.MixerConfig(
+            pattern, draw_recurrence(draw, unit) if is_hybrid else RecurrenceConfig()
+        ),
+        causal=is_hybrid or draw(flag),
+        **{name: draw(flag) for name in ("tie_embeddings", "scan_layers")},
     )
     note(str(config))
     make_model = functools.partial(transformer.Transformer, config)

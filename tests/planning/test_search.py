@@ -8,10 +8,11 @@ from unittest import mock
 import equinox as eqx
 import jax
 import pytest
-from helpers import small_config
+from helpers import hybrid, small_config
 
 from zoo import sharding, transformer
 from zoo.common import configuration
+from zoo.nn.recurrences.mixers import MIXERS
 from zoo.planning import command, search, targets
 from zoo.planning.job import CompilerError, Estimate, Job
 from zoo.planning.meshes import Candidate, candidates
@@ -53,6 +54,17 @@ def test_experts_lie_whole_on_all_axes_that_split_them():
     sizes = {"num_heads": 8, "attention.num_kv_heads": 8, "experts.num_experts": 4}
     found, model = {each.mesh for each in by_hand(**sizes)}, skeleton(**sizes)
     assert {"fsdp=2,expert=4", "fsdp=2,expert=2,tensor=2", "fsdp=2,tensor=4"} <= found
+    for mesh in found:
+        sharding.shardings(model, sharding.make_mesh(mesh))
+
+
+@pytest.mark.parametrize("kind", MIXERS)
+def test_heads_of_recurrences_are_divided_too(kind):
+    sizes = hybrid(kind, num_heads=8, **{"mixer.recurrence.num_heads": 2, "mlp": "none"})
+    sizes |= {"d_ff": None, "attention.num_kv_heads": 8}
+    found, model = {each.mesh for each in by_hand(**sizes)}, skeleton(**sizes)
+    assert "fsdp=4,tensor=2" in found
+    assert not any("tensor=4" in mesh or "tensor=8" in mesh for mesh in found)
     for mesh in found:
         sharding.shardings(model, sharding.make_mesh(mesh))
 
