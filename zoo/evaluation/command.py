@@ -99,6 +99,7 @@ def main(config: Annotated[Config, tyro.conf.arg(name="")]) -> None:
     from zoo.evaluation.harness import ZooLM  # says what to install
 
     import lm_eval  # isort: skip
+    from lm_eval.tasks import TaskManager
     from lm_eval.utils import handle_non_serializable, make_table
 
     if config.distributed:
@@ -128,6 +129,7 @@ def main(config: Annotated[Config, tyro.conf.arg(name="")]) -> None:
             bootstrap_iters=RESAMPLES,
             apply_chat_template=config.chat,
             gen_kwargs=config.generation or None,
+            task_manager=TaskManager(include_defaults=False),  # the tasks are read already
         )
     if jax.process_index() > 0:
         return
