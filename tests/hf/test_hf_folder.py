@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -289,6 +290,40 @@ def test_buffers_and_tied_heads_are_accepted(copy: Any):
     assert "lm_head.weight: (53, 20) here, none" in refusal(folder)
 
 
+def test_the_text_part_of_a_whole_model_is_opened(copy: Any, caplog: Any):
+    folder = copy("qwen3_5")
+    plain, text = zoo.load(folder), json.loads((folder / "config.json").read_text())
+    path = folder / "model.safetensors"
+    stored = safetensors.numpy.load_file(path)
+    stored = {x.replace("model.", "model.language_model.", 1): y for x, y in stored.items()}
+    others = {"model.visual.merger.weight": np.ones(3), "mtp.fc.weight": np.ones(2)}
+    safetensors.numpy.save_file(stored | others, path)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
+    whole = zoo.load(folder)
+    assert whole.config == plain.config
+    for x, y in zip(jax.tree.leaves(whole), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert re.findall(r"a vision tower|heads of multi-token prediction", caplog.text)[:2] == [
+        "heads of multi-token prediction",
+        "a vision tower",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["linear_attention"] * 4}, "layer_types=.*for each layer"),
+        ({"shared_expert_intermediate_size": 15}, "shared_expert_intermediate_size=15.*7"),
+        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor contradict.*0.25 and 0.5"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported"),
+    ],
+)
+def test_hybrids_that_are_not_supported_are_refused(changes: dict, message: str, copy: Any):
+    folder = copy("qwen3_next")
+    edit(folder, **changes)
+    assert re.search(message, refusal(folder))
+
+
 def test_bert_pooler_is_optional(copy: Any):
     folder = copy("bert")
     stored = {name: x for name, x in tensors(folder).items() if "pooler" not in name}
@@ -410,12 +445,12 @@ def test_loaded_weights_are_sharded(name: str, dtype: Any, copy: Any):
 def test_layout_slices_match_whole_arrays():
     """By a mesh that splits heads, experts and widths, over names that do not lie together."""
     rng = np.random.default_rng(0)
-    for name in ("gpt2", "mixtral", "llama3"):
+    for name in ("gpt2", "mixtral", "llama3", "qwen3_next"):
         model, family = zoo.load(GOLDEN / name), None
         kind = json.loads((GOLDEN / name / "config.json").read_text())["model_type"]
         family = hf.MODEL_TYPES[kind]
         stored = tensors(GOLDEN / name)
-        names = hf.family.layouts(model, family.tensors, family.prefixes[0])
+        names = hf.family.layouts(model, family, family.prefixes[0])
         for path, whole in arrays(model).items():
             for _ in range(5):
                 starts = [int(rng.integers(0, n)) for n in whole.shape]

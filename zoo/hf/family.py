@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from string import Formatter
@@ -37,28 +37,43 @@ class Tensor:
     `name` is a template, in which `{layer}` and `{experts}`, axes that the parameter stacks, become
     numbers, and `{prefix}` the family's prefix. `axes` are the tensor's axes by the parameter's
     names ("" if they are the same); a dot joins axes of the parameter that are one of the tensor:
-    "heads.head_dim embed". `part` = (i, n): the parameter is the i-th of n along the axis `part`.
+    "heads.head_dim embed"; 1 is an axis of one element. `part` = (i, n): the parameter is the i-th
+    of n along the axis `part`. `rows` = (name, i): the parameter has the i-th share of the tensor's
+    rows, by the family's split of that name.
     """
 
     name: str
     axes: str = ""
     part: tuple[int, int] | None = None
+    rows: tuple[str, int] | None = None
+
+
+# The numbers of the rows that each of the parameters in a tensor has, of a configuration.
+Split = Callable[[Any], Sequence[np.ndarray]]
+
+
+def consecutive(*sizes: int) -> list[np.ndarray]:
+    """Rows of parameters one behind another."""
+    return np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
 
 
 def table(text: str, *, layer: str) -> dict[str, Tensor]:
-    """The places of parameters by path: per line path, name, axes, and of parts their i/n.
+    """The places of parameters by path: per line path, name, axes, and their i/n or rows:i.
 
     The names of parameters of `blocks` follow `layer`.
     """
     found = {}
     for line in filter(None, map(str.strip, text.splitlines())):
         path, name, *axes = line.split()
-        part = None
+        part = rows = None
         if axes and "/" in axes[-1]:
             number, count = axes.pop().split("/")
             part = int(number), int(count)
+        elif axes and ":" in axes[-1]:
+            split, number = axes.pop().split(":")
+            rows = split, int(number)
         name = layer + name if path.startswith("blocks.") else name
-        found[path] = Tensor(name, " ".join(axes), part)
+        found[path] = Tensor(name, " ".join(axes), part, rows)
     return found
 
 
@@ -79,15 +94,21 @@ class Layout:
         names: tuple[str | None, ...],
         tensor: Tensor,
         prefix: str,
+        layers: Sequence[int] | None = None,
+        split: Sequence[np.ndarray] = (),
     ):
-        self.tensor = tensor
+        """`layers` are the numbers of the layers that are stacked, if they are not all of them."""
+        self.tensor, self._layers = tensor, layers
+        self.own_rows = split[tensor.rows[1]] if tensor.rows else None
+        self._num_rows = sum(map(len, split))
         self.axes = tuple(name or LAYER for name in names)
         self.sizes = dict(zip(self.axes, shape, strict=True))
         fields = [field for _, field, _, _ in Formatter().parse(tensor.name) if field]
         self.numbered = [axis for axis in self.axes if axis in fields]
         # The axes that each tensor has, in the parameter's order and in the tensor's.
         self._ours = [axis for axis in self.axes if axis not in fields]
-        self.factors = [group.split(".") for group in (tensor.axes or " ".join(self._ours)).split()]
+        groups = (tensor.axes or " ".join(self._ours)).split()
+        self.factors = [[] if group == "1" else group.split(".") for group in groups]
         self._theirs = [axis for group in self.factors for axis in group if axis != "part"]
         self.prefix = prefix
         self._part, self._num_parts = tensor.part or (0, 1)
@@ -95,6 +116,8 @@ class Layout:
 
     def name(self, index: Mapping[str, int]) -> str:
         """The name of the tensor with these numbers."""
+        if self._layers is not None:
+            index = {**index, LAYER: self._layers[index[LAYER]]}
         return self.tensor.name.format(prefix=self.prefix, **index)
 
     def resized(self, sizes: Mapping[str, int]) -> "Layout":
@@ -106,7 +129,8 @@ class Layout:
     @property
     def tensor_shape(self) -> tuple[int, ...]:
         """The shape of each of the tensors."""
-        return tuple(math.prod(self._size(axis) for axis in group) for group in self.factors)
+        shape = tuple(math.prod(self._size(axis) for axis in group) for group in self.factors)
+        return shape if self.own_rows is None else (self._num_rows, *shape[1:])
 
     def names(self) -> Iterator[tuple[str, dict[str, int]]]:
         """Each tensor's name and numbers."""
@@ -123,7 +147,7 @@ class Layout:
         where, cuts, shape = self._tensor_slices(ranges)
         order = [self._theirs.index(axis) for axis in self._ours]
         for index in self._indices(ranges):
-            part = read(self.name(index), where).reshape(shape)[cuts].transpose(order)
+            part = self._rows(read, self.name(index), where).reshape(shape)[cuts].transpose(order)
             out[self.at({axis: i - ranges[axis][0] for axis, i in index.items()})] = part
         return out
 
@@ -157,6 +181,14 @@ class Layout:
         """The index of the parameter at these numbers, and in these slices."""
         return tuple(index.get(axis, slice(None)) for axis in self.axes)
 
+    def _rows(self, read: Callable[[str, Index], np.ndarray], name: str, at: Index) -> np.ndarray:
+        """A slice of the parameter's own rows of a tensor, run by run."""
+        if self.own_rows is None:
+            return read(name, at)
+        rows = self.own_rows[at[0]]
+        runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
+        return np.concatenate([read(name, (slice(x[0], x[-1] + 1), *at[1:])) for x in runs])
+
     def _indices(self, ranges: Mapping[str, Range]) -> Iterator[dict[str, int]]:
         """The numbers of each tensor within the ranges."""
         for numbers in product(*(range(*ranges[axis]) for axis in self.numbered)):
@@ -185,13 +217,24 @@ class Layout:
         return tuple(where), tuple(cuts), shape
 
 
-def layouts(skeleton: PyTree, tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Layout]:
+def layers_of(config: Any, path: str) -> list[int] | None:
+    """The layers that have a parameter of `blocks`; None if it is in all of them."""
+    mixers, part = getattr(config, "mixers", ()), path.split(".")[1:2]
+    return [layer for layer, mixer in enumerate(mixers) if [mixer] == part] or None
+
+
+def layouts(skeleton: PyTree, family: "Family", prefix: str) -> dict[str, Layout]:
     """The layout of each parameter of a model (or of its skeleton), by its path."""
     found: dict[str, Layout] = {}
+    splits = {name: split(skeleton.config) for name, split in family.splits.items()}
 
     def add(path: tuple, axes: tuple[str | None, ...], leaf: Any) -> None:
         key = keystr(path)
-        found[key] = Layout(key, leaf.shape, axes, tensors[key], prefix)
+        tensor = family.tensors[key]
+        split = splits[tensor.rows[0]] if tensor.rows else ()
+        found[key] = Layout(
+            key, leaf.shape, axes, tensor, prefix, layers_of(skeleton.config, key), split
+        )
 
     map_parameters(add, skeleton)
     return found
@@ -234,6 +277,12 @@ class Family:
     """Fields of `config.json` without effect in this family."""
     buffers: tuple[str, ...] = ()
     """Suffixes of the names of tensors that may be in a file, but are no parameters."""
+    splits: Mapping[str, Split] = field(default_factory=dict)
+    """How the rows of tensors are shared among parameters, by a name in `tensors`."""
+    within: str = ""
+    """The type of a model of which this is the part for text, described by its `text_config`."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """What the tensors are of which names begin so, and which the zoo's model does not have."""
     by_tensors: Mapping[str, str] = field(default_factory=dict)
     """Fields of the `Config` that are true where the name of a tensor has this in it."""
 

@@ -103,8 +103,6 @@ class _HuggingFace(Format):
         tokenizer: Any,
         like: Path | None,
     ) -> dict[str, Digest]:
-        family = family_of(model)
-        description = family.write(model.config)
         values, generation = {}, {}
         if like is not None and formats.of(like) is self:
             values, generation = read_json(like / CONFIG), token_ids.read_generation(like)
@@ -113,6 +111,8 @@ class _HuggingFace(Format):
                 "saved without like=, and so without bos_token_id, pad_token_id and the generation "
                 "settings of a folder that the model came from; like=FOLDER keeps them"
             )
+        family = family_of(model, values.get("model_type"))
+        description = family.write(model.config)
         ids = token_ids.describe_ids(model.config, tokenizer, values, generation)
         dtype = str(next(iter(dtypes.values())))
         # In the words of version 5 of transformers and of earlier ones.
@@ -225,9 +225,12 @@ def _family(folder: Path, values: dict, ignore: Collection[str] | None = ()) -> 
     """The family of a folder's model, and its configuration."""
     where = f"{folder / 'config.json'}"
     kind = values.get("model_type")
+    inner = values.get("text_config")
+    for family in MODEL_TYPES.values():
+        if kind == family.within and isinstance(inner, dict):
+            kind, values = family.model_type, {**inner, **_given(values, "tie_word_embeddings")}
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
         known = ", ".join(MODEL_TYPES)
-        inner = values.get("text_config")
         inside = inner.get("model_type") if isinstance(inner, dict) else None
         remedy = (
             "if its maths is one of theirs under another name, write that one as its model_type; "
@@ -244,6 +247,10 @@ def _family(folder: Path, values: dict, ignore: Collection[str] | None = ()) -> 
     return family, family.read(given, where, ignore)
 
 
+def _given(values: dict, *names: str) -> dict:
+    return {name: values[name] for name in names if name in values}
+
+
 def _open(
     folder: Path, values: dict, options: Options
 ) -> tuple[PyTree, Weights, dict[str, Layout | Part]]:
@@ -257,7 +264,7 @@ def _open(
     skeleton = _skeleton(family, config)
     present = (x for x in family.prefixes if family.marker.format(prefix=x) in weights.tensors)
     prefix = next(present, family.prefixes[0])
-    found = layouts(skeleton, family.tensors, prefix)
+    found = layouts(skeleton, family, prefix)
     matrices = quantization.find(method, weights, found, family.model_type)
     _check(family, weights, found, matrices)
     embedding = next(x for x in found.values() if x.tensor.name == family.marker)
@@ -267,8 +274,8 @@ def _open(
     return quantized_skeleton(skeleton, options.quantize), weights, parts
 
 
-def family_of(model: PyTree) -> Family:
-    """The family of a model, or of its skeleton.
+def family_of(model: PyTree, prefer: str | None = None) -> Family:
+    """The family of a model, or of its skeleton; of several that have it, the one to prefer.
 
     Raises:
         PublishError: no family has such a model; the message names the nearest family.
@@ -281,7 +288,7 @@ def family_of(model: PyTree) -> Family:
     }
     if not differences:
         raise PublishError(f"Hugging Face's format has no {type(model).__name__} like the zoo's")
-    kind, lacks = min(differences.items(), key=lambda item: len(item[1]))
+    kind, lacks = min(differences.items(), key=lambda item: (len(item[1]), item[0] != prefer))
     if lacks:
         raise PublishError(
             f"no family of Hugging Face's has such a model; {kind} is the nearest, without "
@@ -295,7 +302,14 @@ def family_of(model: PyTree) -> Family:
 def tensors_of(model: Any, family: Family, dtypes: Mapping[str, np.dtype]) -> dict[str, Tensor]:
     """The tensors that hold a model, in `dtypes` by the paths of its parameters."""
     arrays = parameters(model)
-    found = layouts(_skeleton(family, model.config), family.tensors, family.prefixes[0])
+    found = layouts(_skeleton(family, model.config), family, family.prefixes[0])
+
+    def by_rows(parts: list[Piece], dtype: np.dtype) -> Iterator[np.ndarray]:
+        whole = np.empty(found[parts[0].path].tensor_shape, dtype)
+        for path, at in parts:
+            layout = found[path]
+            whole[layout.own_rows] = layout.write(at, gathered(arrays[path], layout.at(at)))
+        yield whole
 
     def each(parts: list[Piece], dtype: np.dtype) -> Iterator[np.ndarray]:
         axis = found[parts[0].path].part_axis
@@ -312,7 +326,8 @@ def tensors_of(model: Any, family: Family, dtypes: Mapping[str, np.dtype]) -> di
     for name, parts in pieces(found).items():
         dtype = np.result_type(*[dtypes[part.path] for part in parts])
         shape = found[parts[0].path].tensor_shape
-        described[name] = Tensor(shape, dtype, partial(each, parts, dtype))
+        write = each if found[parts[0].path].own_rows is None else by_rows
+        described[name] = Tensor(shape, dtype, partial(write, parts, dtype))
     return described
 
 
@@ -346,6 +361,16 @@ def _check(
         for matrix in stack.values():
             wanted |= matrix.tensors()
     stored = {name: x.shape for name, x in weights.tensors.items()}
+    for start, content in family.left_out.items():
+        if names := [name for name in stored if name.startswith(start)]:
+            logger.warning(
+                "%s: %s (%d tensors, %s…) are left out: the zoo's model has none",
+                weights.folder,
+                content,
+                len(names),
+                start,
+            )
+            stored = {name: shape for name, shape in stored.items() if name not in names}
     for name in stored.keys() - wanted.keys():
         if (
             name.endswith(family.buffers)

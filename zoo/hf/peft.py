@@ -59,7 +59,7 @@ def layout(path: str, linear: Linear, field: str, rank: int, prefix: str) -> Lay
     sizes = {**linear.sizes, "rank": rank}
     names = (*stacked, *ours)
     tensor = family.Tensor(f"{_ROOT}{linear.module}.{ENDS[field]}", theirs, part)
-    return Layout(path, tuple(sizes[axis] for axis in names), names, tensor, prefix)
+    return Layout(path, tuple(sizes[axis] for axis in names), names, tensor, prefix, linear.layers)
 
 
 class _Adapters:

@@ -8,7 +8,7 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ import equinox as eqx
 from jaxtyping import PyTree
 
 from zoo.common import configuration
-from zoo.hf.family import LAYER, Tensor
+from zoo.hf.family import LAYER, Tensor, layers_of
 from zoo.hf.folder import family_of
 from zoo.hf.rules import words
 from zoo.nn.parameters import resolve
@@ -63,10 +63,12 @@ class Linear:
     """(i, n): the i-th of n parts of the module's outputs."""
     refusal: str
     """Why PEFT's format has no adapter of this matrix; "" if it has."""
+    layers: Sequence[int] | None = None
+    """The layers that have the matrix; None if all have it."""
 
     def names(self, prefix: str) -> list[str]:
         """The name of the module in each layer; where each expert has one, of the first one's."""
-        layers = range(self.sizes.get(LAYER, 1))
+        layers = self.layers or range(self.sizes.get(LAYER, 1))
         return [self.module.format(prefix=prefix, layer=i, experts=0) for i in layers]
 
     @property
@@ -120,6 +122,8 @@ def linears(model: PyTree) -> Linears:
             refusal = "versions of transformers name experts and their routers differently"
             if family is None:
                 refusal = f"a stack of matrices along {', '.join(stacked)}"
+        elif tensor.rows is not None:
+            refusal = f"{tensor.name} has its rows beside those of other matrices"
         elif "embedding" in key:
             refusal = "an embedding is no Linear"
         found[key] = Linear(
@@ -130,6 +134,7 @@ def linears(model: PyTree) -> Linears:
             is_transposed=is_transposed,
             part=tensor.part or (0, 1),
             refusal=refusal,
+            layers=layers_of(getattr(plain, "config", None), key) if family else None,
         )
 
     map_parameters(add, plain)

@@ -176,6 +176,7 @@ _SCALINGS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _LENGTH),
 }
+_OF_TEXT = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
 _FACTORS = ("attention_factor", "factor", "partial_rotary_factor")  # of no effect if they are 1
 _KINDS = {"sliding_attention": "local", "full_attention": "global"}
 _TYPES = {ours: theirs for theirs, ours in _KINDS.items()}
@@ -241,18 +242,27 @@ class Rotary(Rule):
 
     `local` is the base of layers with a window, if they have their own, as in Gemma 3. Both formats
     are written: version 5 of transformers keeps to the new one, and those before know only the old.
+    `fraction` is the default of the share of a head's features that rotates, where it may be less
+    than one. Text has one position per token, so that what is said of three makes no difference.
     """
 
     theta: float = 10_000.0
     local: float | None = None
     max_seq_len: int = 2048
+    fraction: float | None = None
 
     def read(self, fields: Fields) -> dict[str, Any]:
         length = fields.take("max_position_embeddings", self.max_seq_len)
         old, new = (fields.take(name, None) or {} for name in ("rope_scaling", "rope_parameters"))
         configuration.check_value("rope_scaling", old, dict)
         configuration.check_value("rope_parameters", new, dict)
-        found = {"max_seq_len": length}
+        found: dict[str, Any] = {"max_seq_len": length}
+        if self.fraction is not None:
+            factors = [fields.take("partial_rotary_factor", None)]
+            factors += [x.get("partial_rotary_factor") for x in (old, new)]
+            old, new = ({k: v for k, v in x.items() if k not in _OF_TEXT} for x in (old, new))
+            factors = [x for x in factors if x is not None] or [self.fraction]
+            found["positions.rotary_fraction"] = _agreed(fields, "partial_rotary_factor", factors)
         if self.local is not None:
             local = new.get("sliding_attention") or {}
             if _take_scaling(fields, local, length) != RopeScaling():
@@ -276,6 +286,9 @@ class Rotary(Rule):
             "rope_theta": theta,
             "rope_scaling": scaling,
         }
+        if self.fraction is not None:
+            factor = {"partial_rotary_factor": config.positions.rotary_fraction}
+            values, new = values | factor, new | factor
         if self.local is None:
             return values | {"rope_parameters": new}
         local = theta if config.positions.local_theta is None else config.positions.local_theta

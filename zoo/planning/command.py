@@ -20,6 +20,7 @@ from zoo.decoding.decoder import decoder_of
 from zoo.nn.attention.attention import Implementation
 from zoo.nn.precision import Precision
 from zoo.nn.products import Kind
+from zoo.nn.recurrences.chunks import RecurrenceConfig
 from zoo.nn.remat import Policy
 from zoo.nn.stateful import cast
 from zoo.planning import flops, report
@@ -39,6 +40,7 @@ from zoo.training.state import Pretrained
 from zoo.transformer.config import (
     AttentionConfig,
     ExpertsConfig,
+    MixerConfig,
     PositionsConfig,
     ResidualConfig,
 )
@@ -56,9 +58,9 @@ class Config:
     """Compile a train step for devices you need not have: will it fit, and what bounds it?"""
 
     model: tyro.conf.Positional[str]
-    """Published size (llama3-8b, -70b, qwen3-0.6b, -1.7b, -4b, -8b, -14b, -32b, -30b-a3b, or
-    mixtral-8x7b), a name on the shelf, a model's folder, or an id on the Hugging Face hub, of which
-    no weights are fetched."""
+    """Published size (llama3-8b, -70b, qwen3-0.6b, -1.7b, -4b, -8b, -14b, -32b, -30b-a3b,
+    mixtral-8x7b, qwen3-next-80b-a3b or qwen3.5-27b), a name on the shelf, a model's folder, or an
+    id on the Hugging Face hub, of which no weights are fetched."""
     target: str
     """TPU slice, such as v5e:1x1, v5e:4x4, v5p:4x4x4 or v6e:16x16 (v4 too); or a number of GPUs, by
     name or by memory, or of virtual CPU devices, such as rtx4090:1, h200:8, 24GiB:1 or cpu:8.
@@ -246,8 +248,9 @@ def _nothing() -> PyTree:
 # --- Published sizes -----------------------------------------------------------------------------
 
 # From the `config.json` of each model on the Hugging Face hub: meta-llama/Meta-Llama-3-8B and -70B
-# (Grattafiori et al. 2024), Qwen/Qwen3-0.6B to -32B and -30B-A3B (Yang et al. 2025), and
-# mistralai/Mixtral-8x7B-v0.1 (Jiang et al. 2024).
+# (Grattafiori et al. 2024), Qwen/Qwen3-0.6B to -32B and -30B-A3B (Yang et al. 2025),
+# mistralai/Mixtral-8x7B-v0.1 (Jiang et al. 2024), and Qwen/Qwen3-Next-80B-A3B-Instruct; and the
+# model card of Qwen/Qwen3.5-27B, its part for text.
 _LLAMA3 = Sizes(
     vocab_size=128_256,
     max_seq_len=8192,
@@ -271,6 +274,22 @@ def _sized(
     )
 
 
+def _hybrid(
+    width: int, layers: int, d_ff: int, *, num_heads: int, num_kv_heads: int, value_heads: int
+) -> Sizes:
+    """Three gated delta nets to one attention, as Qwen3-Next has them."""
+    delta = RecurrenceConfig(num_heads=value_heads, num_key_heads=16, key_dim=128, value_dim=128)
+    return dataclasses.replace(
+        _sized(_QWEN3, width, layers, num_heads, d_ff),
+        mixer=MixerConfig((*3 * ("gated_deltanet",), "attention"), delta),
+        attention=dataclasses.replace(
+            _QWEN3.attention, num_kv_heads=num_kv_heads, head_dim=256, output_gate=True
+        ),
+        positions=PositionsConfig(theta=10_000_000.0, rotary_fraction=0.25),
+        residual=dataclasses.replace(_QWEN3.residual, norm="rms_offset"),
+    )
+
+
 SIZES: dict[str, Sizes] = {
     "llama3-8b": _sized(_LLAMA3, 4096, 32, 32, 14_336),
     "llama3-70b": _sized(_LLAMA3, 8192, 80, 64, 28_672),
@@ -291,6 +310,14 @@ SIZES: dict[str, Sizes] = {
         max_seq_len=32_768,
         positions=PositionsConfig(theta=1_000_000.0),
         experts=ExpertsConfig(num_experts=8, per_token=2),
+    ),
+    "qwen3-next-80b-a3b": dataclasses.replace(
+        _hybrid(2048, 48, 512, num_heads=16, num_kv_heads=2, value_heads=32),
+        experts=ExpertsConfig(num_experts=512, per_token=10, num_shared=1, shared_gate=True),
+    ),
+    "qwen3.5-27b": dataclasses.replace(
+        _hybrid(5120, 64, 17_408, num_heads=24, num_kv_heads=4, value_heads=48),
+        vocab_size=248_320,
     ),
 }
 

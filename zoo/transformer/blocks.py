@@ -210,7 +210,8 @@ def make_recurrence(config: Config, *, key: Key[Array, ""]) -> Mixer:
     """The recurrence of a layer, whose output is divided as attention's is."""
     kind, width = config.mixer.kind, config.d_model
     assert kind is not None
-    made: Any = MIXERS[kind].layer(config.mixer.recurrence, width, width, "embed", key=key)
+    settings, eps = config.mixer.recurrence, config.residual.norm_eps
+    made: Any = MIXERS[kind].layer(settings, width, width, "embed", key=key, eps=eps)
     return eqx.tree_at(lambda mixer: mixer.wo, made, made.wo / math.sqrt(config.num_parts))
 
 

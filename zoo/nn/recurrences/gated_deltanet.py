@@ -167,7 +167,9 @@ class GatedDeltaNet(eqx.Module):
         in_axis: str,
         *,
         key: Key[Array, ""],
+        eps: float = 1e-6,
     ):
+        """`eps` is what the norm of the output adds to the variance."""
         keys = jax.random.split(key, 11)
         heads, key_heads = config.num_heads, config.num_key_heads or config.num_heads
         key_dim, value_dim = config.sizes(width)
@@ -185,7 +187,7 @@ class GatedDeltaNet(eqx.Module):
         )
         self.conv_v = Convolution(taps, heads, value_dim, axis="heads", bias=False, key=keys[9])
         self.gates = Gates(*draw_gates(keys[10], heads))
-        self.norm = RMSNorm(value_dim, axis="head_dim")
+        self.norm = RMSNorm(value_dim, axis="head_dim", eps=eps)
         self.config, self.axes = config, (("in", in_axis),)
 
     @property

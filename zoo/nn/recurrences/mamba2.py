@@ -35,7 +35,6 @@ from zoo.nn.recurrences.parts import recur
 from zoo.nn.stateful import InFloat32
 from zoo.sharding import constrain
 
-EPS = 1e-5
 State = Float[Array, "batch heads keys values"]
 
 
@@ -119,6 +118,7 @@ class Mamba2(eqx.Module):
     norm_scale: Float[Array, "heads head_dim"]
     config: RecurrenceConfig = eqx.field(static=True)
     axes: tuple[tuple[str, str], ...] = eqx.field(static=True)
+    eps: float = eqx.field(static=True)
 
     def __init__(
         self,
@@ -128,7 +128,9 @@ class Mamba2(eqx.Module):
         in_axis: str,
         *,
         key: Key[Array, ""],
+        eps: float = 1e-5,
     ):
+        """`eps` is what the norm of the output adds to the variance."""
         keys = jax.random.split(key, 10)
         heads, groups, taps = config.num_heads, config.num_key_heads or 1, config.taps
         state_size, size = config.sizes(width)
@@ -145,7 +147,7 @@ class Mamba2(eqx.Module):
         )
         self.gates = Gates(*draw_gates(keys[9], heads), jnp.ones(heads))
         self.norm_scale = jnp.ones((heads, size))
-        self.config, self.axes = config, (("in", in_axis),)
+        self.config, self.axes, self.eps = config, (("in", in_axis),), eps
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -187,7 +189,7 @@ class Mamba2(eqx.Module):
         """RMSNorm over the heads of each group."""
         groups = self.wb.shape[1]
         grouped = out.reshape(*out.shape[:2], groups, -1)
-        scale = jax.lax.rsqrt(jnp.square(grouped).mean(-1, keepdims=True) + EPS)
+        scale = jax.lax.rsqrt(jnp.square(grouped).mean(-1, keepdims=True) + self.eps)
         out = (grouped * scale).reshape(out.shape)
         return out * self.norm_scale.astype(jnp.float32)[None, None]
 

@@ -160,6 +160,7 @@ class MLSTM(eqx.Module):
     norm_scale: Float[Array, "heads head_dim"]
     config: RecurrenceConfig = eqx.field(static=True)
     axes: tuple[tuple[str, str], ...] = eqx.field(static=True)
+    eps: float = eqx.field(static=True)
 
     def __init__(
         self,
@@ -169,7 +170,9 @@ class MLSTM(eqx.Module):
         in_axis: str,
         *,
         key: Key[Array, ""],
+        eps: float = 1e-6,
     ):
+        """`eps` is what the norm of the output adds to the variance."""
         keys = jax.random.split(key, 7)
         heads, (key_dim, value_dim) = config.num_heads, config.sizes(width)
         self.wq = normal(keys[0], (in_size, heads, key_dim), in_size)
@@ -181,7 +184,7 @@ class MLSTM(eqx.Module):
         self.wo = normal(keys[6], (heads, value_dim, width), heads * value_dim)
         self.gates = Gates(jnp.linspace(3.0, 6.0, heads), jnp.full(heads, -10.0))
         self.norm_scale = jnp.ones((heads, value_dim))
-        self.config, self.axes = config, (("in", in_axis),)
+        self.config, self.axes, self.eps = config, (("in", in_axis),), eps
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -218,7 +221,7 @@ class MLSTM(eqx.Module):
         state, out = recur(RECURRENCE, self.config, state, tokens, marks)
         out = _normalised(out)
         out = out - out.mean(-1, keepdims=True)
-        out = out * jax.lax.rsqrt(jnp.square(out).mean(-1, keepdims=True) + EPS)
+        out = out * jax.lax.rsqrt(jnp.square(out).mean(-1, keepdims=True) + self.eps)
         out = out * self.norm_scale.astype(jnp.float32)[None, None]
         out = out * jax.nn.sigmoid(matmul(x, self.wz, dtype=jnp.float32))
         out = constrain(out.astype(x.dtype), "batch", "inner_seq", "heads", "head_dim")

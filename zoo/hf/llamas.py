@@ -1,0 +1,112 @@
+"""Shared by the model types that have Llama's names: fields, and the places of tensors."""
+
+# ruff: noqa: D102 (`Rule` documents the methods of all rules)
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from zoo import transformer
+from zoo.common import configuration
+from zoo.hf.family import Family, canonical, table
+from zoo.hf.rules import Choice, Rule, Same
+
+SILU = Choice("hidden_act", "mlp", {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}, "silu")
+
+
+def sizes(
+    *,
+    tied: bool = False,
+    eps: float = 1e-6,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    hidden: str = "intermediate_size",
+) -> tuple[Rule, ...]:
+    """The fields that all these families have, given the defaults that differ."""
+    return (
+        Same("vocab_size", "vocab_size"),
+        Same("hidden_size", "d_model"),
+        Same(hidden, "d_ff"),
+        Same("num_hidden_layers", "num_layers"),
+        Same("num_attention_heads", "num_heads"),
+        Same("num_key_value_heads", "attention.num_kv_heads", kv_heads),
+        Same("rms_norm_eps", "residual.norm_eps", eps),
+        Same("tie_word_embeddings", "tie_embeddings", tied),
+        Same("head_dim", "attention.head_dim", head_dim),
+    )
+
+
+layer = partial(table, layer="{prefix}layers.{layer}.")
+DENSE = layer(
+    """
+    embedding.weight               {prefix}embed_tokens.weight
+    final_norm.scale               {prefix}norm.weight
+    head.weight                    lm_head.weight                   vocab embed
+    blocks.attention_norm.scale    input_layernorm.weight
+    blocks.attention.wq            self_attn.q_proj.weight          heads.head_dim embed
+    blocks.attention.wk            self_attn.k_proj.weight          kv_heads.head_dim embed
+    blocks.attention.wv            self_attn.v_proj.weight          kv_heads.head_dim embed
+    blocks.attention.wo            self_attn.o_proj.weight          embed heads.head_dim
+    blocks.attention.bq            self_attn.q_proj.bias            heads.head_dim
+    blocks.attention.bk            self_attn.k_proj.bias            kv_heads.head_dim
+    blocks.attention.bv            self_attn.v_proj.bias            kv_heads.head_dim
+    blocks.attention.q_norm.scale  self_attn.q_norm.weight
+    blocks.attention.k_norm.scale  self_attn.k_norm.weight
+    blocks.mlp_norm.scale          post_attention_layernorm.weight
+    blocks.mlp.w_gate              mlp.gate_proj.weight             mlp embed
+    blocks.mlp.w_up                mlp.up_proj.weight               mlp embed
+    blocks.mlp.w_down              mlp.down_proj.weight             embed mlp
+    """
+)
+POST_NORMS = layer(
+    """
+    blocks.attention_out_norm.scale  post_attention_layernorm.weight
+    blocks.mlp_out_norm.scale        post_feedforward_layernorm.weight
+    """
+)
+BOTH_NORMS = POST_NORMS | layer("blocks.mlp_norm.scale  pre_feedforward_layernorm.weight")
+MIXTRAL_EXPERTS = layer(
+    """
+    blocks.mlp.router  block_sparse_moe.gate.weight                 routes embed
+    blocks.mlp.w_gate  block_sparse_moe.experts.{experts}.w1.weight mlp embed
+    blocks.mlp.w_up    block_sparse_moe.experts.{experts}.w3.weight mlp embed
+    blocks.mlp.w_down  block_sparse_moe.experts.{experts}.w2.weight embed mlp
+    """
+)
+QWEN3_EXPERTS = layer(
+    """
+    blocks.mlp.router  mlp.gate.weight                        routes embed
+    blocks.mlp.w_gate  mlp.experts.{experts}.gate_proj.weight mlp embed
+    blocks.mlp.w_up    mlp.experts.{experts}.up_proj.weight   mlp embed
+    blocks.mlp.w_down  mlp.experts.{experts}.down_proj.weight embed mlp
+    """
+)
+
+decoder = partial(  # a family with Llama's names
+    Family,
+    model=transformer.Transformer,
+    config=transformer.Config,
+    canonical=canonical,
+    tensors=DENSE,
+    prefixes=("model.", ""),
+    marker="{prefix}embed_tokens.weight",
+    buffers=("rotary_emb.inv_freq",),
+)
+
+
+@dataclass(frozen=True)
+class NumExperts(Rule):
+    """The number of experts, under one of several names; the first is written."""
+
+    names: tuple[str, ...]
+    default: int
+
+    def read(self, fields: Any) -> dict[str, Any]:
+        count = self.default
+        for name in self.names:
+            count = fields.take(name, count)
+            configuration.check_value(name, count, int)
+        return {"experts.num_experts": count}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        return {self.names[0]: config.experts.num_experts}
