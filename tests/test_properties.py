@@ -342,7 +342,7 @@ def loss_and_gradient(world: World, **where: Any) -> tuple[float, Any]:
 
 
 @pytest.mark.parametrize("family", WORLDS)
-@examples(0, 6)  # without -m slow tests/training/test_step.py has one mesh of each family
+@examples(0, 8)  # without -m slow tests/training/test_step.py has one mesh of each family
 def test_any_mesh_matches_one_device_gradients(options: settings, family: str):
     @options
     @given(worlds(family))
