@@ -106,7 +106,7 @@ def test_saved_adapters_reproduce_the_model(tune, shared):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["int8", "int4", "nf4"])
+@pytest.mark.parametrize("kind", ["int4", "nf4"])
 def test_adapters_over_a_quantised_base_resume_and_serve(kind, tune, capsys):
     flags = ("--method=lora", f"--base={kind}", "--optimizer.learning-rate=0.01")
     tune(*flags, "--steps=3")
