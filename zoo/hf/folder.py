@@ -281,14 +281,15 @@ def family_of(model: PyTree, prefer: str | None = None) -> Family:
         PublishError: no family has such a model; the message names the nearest family.
     """
     config = getattr(model, "config", None)
-    differences = {
-        kind: family.difference(config)
-        for kind, family in MODEL_TYPES.items()
-        if isinstance(model, family.model)
-    }
+    differences: dict[str, list[str]] = {}
+    for kind in sorted(MODEL_TYPES, key=lambda kind: kind != prefer):
+        if isinstance(model, MODEL_TYPES[kind].model):
+            differences[kind] = MODEL_TYPES[kind].difference(config)
+            if not differences[kind]:
+                break
     if not differences:
         raise PublishError(f"Hugging Face's format has no {type(model).__name__} like the zoo's")
-    kind, lacks = min(differences.items(), key=lambda item: (len(item[1]), item[0] != prefer))
+    kind, lacks = min(differences.items(), key=lambda item: len(item[1]))
     if lacks:
         raise PublishError(
             f"no family of Hugging Face's has such a model; {kind} is the nearest, without "
