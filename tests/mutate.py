@@ -110,6 +110,7 @@ TESTS = {
     "training/step": "test_step "
     "-k 'not transformer and not rnn and not mlp and not mesh' "
     "| test_lora -k 'frozen or train' | test_step -k transformer",
+    "transformer/blocks": "test_transformer | test_mixers | test_moe | test_hf",
     "transformer/dispatch": "test_moe -k 'mesh or axis or exchange or devices'",
     "transformer/moe": "test_moe",
     "wrappers/lora": "test_lora",

@@ -240,12 +240,9 @@ class Block(eqx.Module):
 
     def __init__(self, config: Config, *, key: Key[Array, ""]):
         """All that layers of each kind have: with no mixer yet."""
-        placement, experts, has_mlp = (
-            config.residual.norm_placement,
-            config.experts,
-            config.mlp != "none",
-        )
+        placement, experts = config.residual.norm_placement, config.experts
         before, after = placement in ("pre", "both"), placement != "pre"
+        has_mlp = config.mlp != "none"
         self.attention = self.recurrence = None
         self.attention_norm = residual_norm(config) if before else None
         self.attention_out_norm = residual_norm(config) if after else None
