@@ -61,6 +61,23 @@ EXPERTS = {
     "moe_intermediate_size": 7,
     "shared_expert_intermediate_size": 14,
 }
+MAMBA = {
+    "num_hidden_layers": 3,
+    "mamba_n_heads": 6,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 5,
+    "mamba_d_conv": 3,
+    "mamba_chunk_size": 8,
+}
+GRANITE = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 0.5,
+    "shared_intermediate_size": 18,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHead", {"n_inner": 37, "vocab_size": 53, "n_embd": 20, "n_head": 5}),
     "llama2": ("LlamaFor", {"num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
@@ -119,6 +136,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3NextFor", {**HYBRID, **EXPERTS}),
     "qwen3_5": ("Qwen3_5For", HYBRID),
     "qwen3_5_moe": ("Qwen3_5MoeFor", {**HYBRID, **EXPERTS}),
+    "granite_hybrid": (
+        "GraniteMoeHybridFor",
+        {**GRANITE, **MAMBA, "num_local_experts": 0, "position_embedding_type": "rope"},
+    ),
+    "granite_hybrid_moe": (
+        "GraniteMoeHybridFor",
+        {**GRANITE, **MAMBA, "num_local_experts": 5, "intermediate_size": 9},
+    ),
+    "bamba": (
+        "BambaFor",
+        {**MAMBA, "attn_layer_indices": [1], "num_attention_heads": 3, "num_key_value_heads": 1},
+    ),
+    "mamba2": (
+        "Mamba2For",
+        {
+            "num_heads": 4,
+            "head_dim": 12,
+            "state_size": 5,
+            "n_groups": 2,
+            "conv_kernel": 3,
+            "chunk_size": 8,
+            "tie_word_embeddings": True,
+        },
+    ),
     "bert": ("Bert", {"type_vocab_size": 3}),
 }
 SHARDED = ("mistral", "mixtral")
@@ -135,6 +176,9 @@ def make(name: str) -> torch.nn.Module:
         sizes = {"n_positions": 64, "n_layer": 2, "bos_token_id": None, "eos_token_id": None}
     if family == "Bert":
         sizes.pop("num_key_value_heads")
+    if family == "Mamba2":
+        sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
+        sizes |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     if "layer_types" not in changes and family == "Gemma3":
         sizes["layer_types"] = None
     # A copy, for transformers writes into the dictionaries.

@@ -310,16 +310,23 @@ def test_the_text_part_of_a_whole_model_is_opened(copy: Any, caplog: Any):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("name", "changes", "message"),
     [
-        ({"layer_types": ["linear_attention"] * 4}, "layer_types=.*for each layer"),
-        ({"shared_expert_intermediate_size": 15}, "shared_expert_intermediate_size=15.*7"),
-        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor contradict.*0.25 and 0.5"),
-        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported"),
+        ("qwen3_next", {"layer_types": ["linear_attention"] * 4}, "layer_types=.*for each layer"),
+        ("qwen3_next", {"shared_expert_intermediate_size": 15}, "intermediate_size=15.*7"),
+        ("qwen3_next", {"partial_rotary_factor": 0.25}, "rotary_factor contradict.*0.25 and 0.5"),
+        ("qwen3_next", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported"),
+        ("bamba", {"time_step_limit": [0.1, 0.2]}, r"time_step_limit=\[0.1, 0.2\]"),
+        ("bamba", {"mamba_d_head": 7}, "mamba_n_heads=6 times mamba_d_head=7.*48"),
+        ("granite_hybrid", {"position_embedding_type": "alibi"}, "type='alibi' is not supported"),
+        ("granite_hybrid_moe", {"shared_intermediate_size": 19}, "=19 is no multiple of .*=9"),
+        ("mamba2", {"use_bias": True}, "use_bias=True is not supported"),
     ],
 )
-def test_hybrids_that_are_not_supported_are_refused(changes: dict, message: str, copy: Any):
-    folder = copy("qwen3_next")
+def test_hybrids_that_are_not_supported_are_refused(
+    name: str, changes: dict, message: str, copy: Any
+):
+    folder = copy(name)
     edit(folder, **changes)
     assert re.search(message, refusal(folder))
 

@@ -24,6 +24,7 @@ from zoo.hf.rules import Fields, Rule, shortest
 from zoo.publishing import PublishError
 from zoo.publishing.families import check_counts
 from zoo.sharding.axes import keystr, map_parameters
+from zoo.transformer.config import AttentionConfig, PositionsConfig
 
 LAYER = "layer"  # the name of the first axis of stacked layers
 Range = tuple[int, int]
@@ -226,11 +227,12 @@ def layers_of(config: Any, path: str) -> list[int] | None:
 def layouts(skeleton: PyTree, family: "Family", prefix: str) -> dict[str, Layout]:
     """The layout of each parameter of a model (or of its skeleton), by its path."""
     found: dict[str, Layout] = {}
+    places = family.places(skeleton.config)
     splits = {name: split(skeleton.config) for name, split in family.splits.items()}
 
     def add(path: tuple, axes: tuple[str | None, ...], leaf: Any) -> None:
         key = keystr(path)
-        tensor = family.tensors[key]
+        tensor = places[key]
         split = splits[tensor.rows[0]] if tensor.rows else ()
         found[key] = Layout(
             key, leaf.shape, axes, tensor, prefix, layers_of(skeleton.config, key), split
@@ -267,6 +269,8 @@ class Family:
     """The canonical form of a configuration, for comparison."""
     tensors: Mapping[str, Tensor]
     """The place of each parameter that some model of the family has, by its path."""
+    without_experts: Mapping[str, Tensor] = field(default_factory=dict)
+    """The places that differ in a model without experts."""
     always: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the `Config` that are the same for all models of the family."""
     prefixes: tuple[str, ...] = ("",)
@@ -285,6 +289,13 @@ class Family:
     """What the tensors are of which names begin so, and which the zoo's model does not have."""
     by_tensors: Mapping[str, str] = field(default_factory=dict)
     """Fields of the `Config` that are true where the name of a tensor has this in it."""
+
+    def places(self, config: Any) -> Mapping[str, Tensor]:
+        """The place of each parameter of a model."""
+        experts = getattr(config, "experts", None)
+        if experts is None or experts.num_experts is not None:
+            return self.tensors
+        return {**self.tensors, **self.without_experts}
 
     def read(
         self, values: Mapping[str, Any], where: str, allowed: Collection[str] | None = ()
@@ -342,6 +353,12 @@ def canonical(config: transformer.Config) -> transformer.Config:
     Derived sizes are filled in, the pattern is the shortest, fields without effect are defaults.
     """
     pattern = config.all_layer_kinds
+    if {*pattern} == {"recurrent"} and config.positions.kind != "learned":
+        parts: dict[str, Any] = {
+            "attention": AttentionConfig(),
+            "positions": PositionsConfig("none"),
+        }
+        config = dataclasses.replace(config, num_heads=1, max_seq_len=2048, **parts)
     changes: dict[str, Any] = {
         "attention.num_kv_heads": config.kv_heads,
         "attention.head_dim": config.head_size,

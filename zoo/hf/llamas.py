@@ -20,13 +20,13 @@ def sizes(
     eps: float = 1e-6,
     kv_heads: int | None = None,
     head_dim: int | None = None,
-    hidden: str = "intermediate_size",
+    hidden: str | None = "intermediate_size",
 ) -> tuple[Rule, ...]:
     """The fields that all these families have, given the defaults that differ."""
     return (
+        *([Same(hidden, "d_ff")] if hidden else []),
         Same("vocab_size", "vocab_size"),
         Same("hidden_size", "d_model"),
-        Same(hidden, "d_ff"),
         Same("num_hidden_layers", "num_layers"),
         Same("num_attention_heads", "num_heads"),
         Same("num_key_value_heads", "attention.num_kv_heads", kv_heads),

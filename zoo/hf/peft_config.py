@@ -97,6 +97,7 @@ def linears(model: PyTree) -> Linears:
         family = family_of(plain)
     except PublishError:
         family = None
+    places = family.places(plain.config) if family else {}
     found = {}
 
     def add(path: tuple, names: tuple[str | None, ...], leaf: Any) -> None:
@@ -114,7 +115,7 @@ def linears(model: PyTree) -> Linears:
             module = ".".join([first, *["{layer}"] * bool(stacked), *rest])
             tensor = Tensor(module, f"{into} {out}")
         else:
-            tensor = family.tensors[key]
+            tensor = places[key]
         groups = (tensor.axes or " ".join(axes[len(stacked) :])).split()
         is_transposed = {*into.split(".")} <= {*groups[0].split(".")}
         refusal = ""

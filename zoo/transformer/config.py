@@ -101,8 +101,9 @@ class RopeScaling:
 class PositionsConfig:
     """How the model knows where a token is."""
 
-    kind: Literal["rotary", "learned"] = "rotary"
-    """Rotary positions in each attention, or learned ones added to the embedding."""
+    kind: Literal["rotary", "learned", "none"] = "rotary"
+    """Rotary positions in each attention, learned ones added to the embedding, or none (of a
+    hybrid, whose recurrences know the order)."""
     theta: float = 10_000.0
     """Base of the rotary wavelengths."""
     scaling: RopeScaling = RopeScaling()
