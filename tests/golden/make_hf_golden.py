@@ -160,6 +160,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "xlstm": (
+        "xLSTMFor",
+        {
+            "hidden_size": 64,
+            "num_heads": 2,
+            "qk_dim_factor": 1.0,
+            "ffn_proj_factor": 0.6,
+            "ffn_round_up_to_multiple_of": 9,
+            "mode": "train",
+            "chunk_size": SEQ,
+        },
+    ),
     "bert": ("Bert", {"type_vocab_size": 3}),
 }
 SHARDED = ("mistral", "mixtral")
@@ -176,7 +188,7 @@ def make(name: str) -> torch.nn.Module:
         sizes = {"n_positions": 64, "n_layer": 2, "bos_token_id": None, "eos_token_id": None}
     if family == "Bert":
         sizes.pop("num_key_value_heads")
-    if family == "Mamba2":
+    if family in ("Mamba2", "xLSTM"):
         sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
         sizes |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     if "layer_types" not in changes and family == "Gemma3":

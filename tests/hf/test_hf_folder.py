@@ -321,6 +321,12 @@ def test_the_text_part_of_a_whole_model_is_opened(copy: Any, caplog: Any):
         ("granite_hybrid", {"position_embedding_type": "alibi"}, "type='alibi' is not supported"),
         ("granite_hybrid_moe", {"shared_intermediate_size": 19}, "=19 is no multiple of .*=9"),
         ("mamba2", {"use_bias": True}, "use_bias=True is not supported"),
+        (
+            "mamba2",
+            {"model_type": "nemotron_h"},
+            "'nemotron_h' is unknown.*a mixer or an MLP alone",
+        ),
+        ("xlstm", {"num_blocks": 3}, "num_blocks contradicts num_hidden_layers"),
     ],
 )
 def test_hybrids_that_are_not_supported_are_refused(

@@ -20,6 +20,7 @@ from zoo.data import special_tokens
 from zoo.data import tokenizer as tokenizers
 from zoo.hf import quantization, token_ids
 from zoo.hf.family import Family, Layout, Piece, layouts, pieces
+from zoo.hf.hybrids import REFUSED
 from zoo.hf.methods import read_method
 from zoo.hf.model_types import MODEL_TYPES
 from zoo.hf.quantization import Expected, Matrix, Part
@@ -236,6 +237,8 @@ def _family(folder: Path, values: dict, ignore: Collection[str] | None = ()) -> 
             "if its maths is one of theirs under another name, write that one as its model_type; "
             "else build it of zoo.transformer's parts, or write its Family as CONTRIBUTING.md says"
         )
+        if kind in REFUSED:
+            remedy = f"{REFUSED[kind]}, which those of the zoo do not"
         if inside in MODEL_TYPES:
             remedy = (
                 f"its language model is a {inside}, which opens once it is saved alone: by "
