@@ -237,7 +237,7 @@ def _family(folder: Path, values: dict, ignore: Collection[str] | None = ()) -> 
             "if its maths is one of theirs under another name, write that one as its model_type; "
             "else build it of zoo.transformer's parts, or write its Family as CONTRIBUTING.md says"
         )
-        if kind in REFUSED:
+        if isinstance(kind, str) and kind in REFUSED:
             remedy = f"{REFUSED[kind]}, which those of the zoo do not"
         if inside in MODEL_TYPES:
             remedy = (
