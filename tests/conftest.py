@@ -33,6 +33,8 @@ FIRST = (
     "test_faults.py",
     "test_soak.py",
     "test_multiprocess.py",
+    "test_remote_servers.py",
+    "test_remote_data.py",
     "test_recipes.py",
     "test_additions.py",
     "test_examples.py",
@@ -40,8 +42,9 @@ FIRST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest, so that the workers end together."""
-    items.sort(key=lambda item: item.path.name not in FIRST)
+    """Begin with the files that take longest, or are the largest, so that workers end together."""
+    sizes = {path: path.stat().st_size for path in {item.path for item in items}}
+    items.sort(key=lambda item: (item.path.name not in FIRST, -sizes[item.path]))
 
 
 @pytest.fixture
