@@ -41,10 +41,15 @@ PAIRS = "--data.files={place}/pairs.jsonl --data.format=preferences --data.bucke
 LABELS = "--data.files={place}/labelled.jsonl --data.cache={run}/cache --data.rows=bucketed"
 BASE = "--model={place}/base"
 STUDENT = "--model.num-layers=1 --model.d-model=16 --model.dropout=0.1"
-NEW = "--data.tokenizer=bytes --model.num-layers=1 --model.d-model=32 --model.num-heads=2"
+NEW = "--data.tokenizer=bytes --model.d-model=32 --model.num-heads=2"
+SMALL = "--model.num-layers=1 --model.dropout=0.1"
+HYBRID = (
+    "--model.num-layers=2 --model.mixer.pattern gated_deltanet attention "
+    "--model.mixer.recurrence.num-heads=2 --model.dropout=0.1"
+)
 KINDS = {
-    "training": f"lm {TEXT} {NEW} --model.dropout=0.1 --keep-best=eval_loss --sample-every=3",
-    "training on a mesh": f"lm {TEXT} {NEW} --model.dropout=0.1 --mesh=fsdp=2,tensor=2",
+    "training": f"lm {TEXT} {NEW} {SMALL} --keep-best=eval_loss --sample-every=3",
+    "a hybrid on a mesh": f"lm {TEXT} {NEW} {HYBRID} --mesh=fsdp=2,tensor=2",
     "fine-tuning": f"finetune {TEXT} {BASE} --method=full --average=0.5",
     "adapters": f"finetune {TEXT} {BASE} --method=lora --lora.rank=2",
     "adapters on int4": f"finetune {TEXT} {BASE} --method=lora --base=int4",
