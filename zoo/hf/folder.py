@@ -20,9 +20,8 @@ from zoo.data import special_tokens
 from zoo.data import tokenizer as tokenizers
 from zoo.hf import quantization, token_ids
 from zoo.hf.family import Family, Layout, Piece, layouts, pieces
-from zoo.hf.hybrids import REFUSED
 from zoo.hf.methods import read_method
-from zoo.hf.model_types import MODEL_TYPES
+from zoo.hf.model_types import MODEL_TYPES, REFUSED
 from zoo.hf.quantization import Expected, Matrix, Part
 from zoo.hf.weights import FLOATS, Weights, are_present, weight_files
 from zoo.publishing import PublishError, formats

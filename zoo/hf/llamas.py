@@ -2,6 +2,7 @@
 
 # ruff: noqa: D102 (`Rule` documents the methods of all rules)
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from zoo import transformer
 from zoo.common import configuration
 from zoo.hf.family import Family, canonical, table
-from zoo.hf.rules import Choice, Rule, Same
+from zoo.hf.rules import Choice, Fields, Rule, Same, shortest
 
 SILU = Choice("hidden_act", "mlp", {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}, "silu")
 
@@ -110,3 +111,31 @@ class NumExperts(Rule):
 
     def write(self, config: Any) -> dict[str, Any]:
         return {self.names[0]: config.experts.num_experts}
+
+
+@dataclass(frozen=True)
+class Mixers(Rule):
+    """`layer_types`: which layers have a recurrence and which attention, the first two `kinds`.
+
+    In older files the last of each `full_attention_interval` layers has attention.
+    """
+
+    kinds: Mapping[str, str]
+    interval: int = 4
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        count = fields.values.get("num_hidden_layers", 0)
+        interval = fields.take("full_attention_interval", self.interval)
+        types = fields.take("layer_types", None)
+        if types is None:
+            recurrent, attention, *_ = self.kinds
+            types = [recurrent if (i + 1) % interval else attention for i in range(count)]
+        if set(types) - self.kinds.keys() or len(types) != count:
+            known = ", ".join(self.kinds)
+            raise fields.refusal(f"layer_types={types!r}: must be one of {known} for each layer")
+        return {"mixer.pattern": shortest(tuple(self.kinds[kind] for kind in types))}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        recurrent, attention, *_ = self.kinds
+        types = {"recurrence": recurrent, "attention": attention}
+        return {"layer_types": [types[mixer] for mixer in config.mixers]}

@@ -6,8 +6,8 @@ GPT-2 has weights as [in, out], and queries, keys and values side by side.
 import dataclasses
 
 from zoo import bert, transformer
+from zoo.hf.delta_nets import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from zoo.hf.family import Family, canonical, table
-from zoo.hf.hybrids import HYBRIDS
 from zoo.hf.llamas import (
     BOTH_NORMS,
     DENSE,
@@ -19,6 +19,7 @@ from zoo.hf.llamas import (
     decoder,
     sizes,
 )
+from zoo.hf.mambas import BAMBA, GRANITE, MAMBA2
 from zoo.hf.rules import (
     Choice,
     Fixed,
@@ -30,6 +31,7 @@ from zoo.hf.rules import (
     Same,
     words,
 )
+from zoo.hf.xlstm import XLSTM
 
 LLAMA = decoder(
     model_type="llama",
@@ -290,7 +292,16 @@ BERT = Family(
     by_tensors={"pooler": "pooler."},
 )
 
+# Hybrids that the zoo's layers are not like.
+REFUSED = {
+    "falcon_h1": "a layer has attention and Mamba-2 side by side",
+    "lfm2": "layers mix positions by short gated convolutions",
+    "nemotron_h": "a layer is a mixer or an MLP alone",
+    "olmo_hybrid": "layers of attention have norms behind their parts, and others before them",
+}
+
 # `family_of` prefers the first of the families that fit.
 _ORDER = [LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GEMMA2, GEMMA3]
-_ORDER += [MIXTRAL, QWEN3_MOE, GPT2, BERT, *HYBRIDS]
+_ORDER += [MIXTRAL, QWEN3_MOE, GPT2, BERT]
+_ORDER += [QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GRANITE, BAMBA, MAMBA2, XLSTM]
 MODEL_TYPES = {family.model_type: family for family in _ORDER}

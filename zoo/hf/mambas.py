@@ -1,0 +1,285 @@
+"""The model types with Mamba-2: Granite 4 H and Bamba, beside attention, and Mamba-2 alone."""
+
+# ruff: noqa: D102 (`Rule` documents the methods of all rules)
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from zoo import transformer
+from zoo.hf.family import consecutive, table
+from zoo.hf.llamas import DENSE, SILU, Mixers, decoder, layer, sizes
+from zoo.hf.rules import Fields, Fixed, Rotary, Rule, Same, shortest, words
+
+_NO_LIMITS = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
+
+
+@dataclass(frozen=True)
+class Mamba(Rule):
+    """The sizes of Mamba-2 layers: heads times their size are `expand` times the width."""
+
+    prefix: str = "mamba_"
+    head_dim: str = "d_head"
+    heads: str = "n_heads"
+    expand: str = "expand"
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        heads = fields.take(self.prefix + self.heads, 128)
+        width = fields.take(self.prefix + self.expand, 2) * fields.values.get("hidden_size", 0)
+        size = fields.take(self.prefix + self.head_dim, "auto")
+        size = width // heads if size == "auto" else size
+        if heads * size != width:
+            raise fields.refusal(
+                f"{self.prefix}{self.heads}={heads} times {self.prefix}{self.head_dim}={size} is "
+                f"not {self.prefix}{self.expand} times hidden_size, {width}"
+            )
+        limits = fields.take("time_step_limit", None)
+        if limits is not None and [*limits] not in _NO_LIMITS:
+            raise fields.refusal(f"time_step_limit={limits!r} is not supported, only no limit")
+        return {"mixer.recurrence.num_heads": heads, "mixer.recurrence.value_dim": size}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        settings = config.mixer.recurrence
+        size = settings.sizes(config.d_model)[1]
+        values = {self.heads: settings.num_heads, self.head_dim: size}
+        values[self.expand] = settings.num_heads * size // config.d_model
+        return {self.prefix + name: x for name, x in values.items()}
+
+
+@dataclass(frozen=True)
+class Inverse(Rule):
+    """A divisor there, and a factor here."""
+
+    theirs: str
+    ours: str
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        return {self.ours: 1 / fields.take(self.theirs, 1.0)}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        return {self.theirs: 1 / getattr(config, self.ours)}
+
+
+@dataclass(frozen=True)
+class Positions(Rule):
+    """Rotary positions, or with `position_embedding_type` null none."""
+
+    rotary: Rotary
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        kind = fields.take("position_embedding_type", None)
+        if kind not in (None, "rope", "nope"):
+            raise fields.refusal(f"position_embedding_type={kind!r} is not supported, only 'rope'")
+        found = self.rotary.read(fields)
+        if kind == "rope":
+            return found
+        return {"max_seq_len": found["max_seq_len"], "positions.kind": "none"}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        kind = "rope" if config.positions.kind == "rotary" else None
+        return {**self.rotary.write(config), "position_embedding_type": kind}
+
+
+@dataclass(frozen=True)
+class GraniteExperts(Rule):
+    """Experts beside a shared MLP, or with none of them that MLP alone."""
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        count = fields.take("num_local_experts", 8)
+        per_token = fields.take("num_experts_per_tok", 2)
+        width, shared = fields.take("intermediate_size"), fields.take("shared_intermediate_size")
+        if not count:
+            return {"d_ff": shared}
+        if shared % width:
+            raise fields.refusal(
+                f"shared_intermediate_size={shared} is no multiple of intermediate_size={width}"
+            )
+        return {
+            "d_ff": width,
+            "experts.num_experts": count,
+            "experts.per_token": per_token,
+            "experts.num_shared": shared // width,
+        }
+
+    def write(self, config: Any) -> dict[str, Any]:
+        experts, width = config.experts, config.hidden_size
+        return {
+            "num_local_experts": experts.num_experts or 0,
+            "num_experts_per_tok": experts.per_token if experts.num_experts else 0,
+            "intermediate_size": width,
+            "shared_intermediate_size": width * max(experts.num_shared, 1),
+        }
+
+
+@dataclass(frozen=True)
+class Indices(Rule):
+    """The layers that have attention, by their numbers."""
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        chosen = fields.take("attn_layer_indices", None) or ()
+        count = fields.values.get("num_hidden_layers", 0)
+        pattern = ("attention" if i in chosen else "mamba2" for i in range(count))
+        return {"mixer.pattern": shortest(tuple(pattern))}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        mixers = enumerate(config.mixers)  # fields of a block
+        return {"attn_layer_indices": [i for i, mixer in mixers if mixer == "attention"]}
+
+
+MAMBA_LINES = """
+    blocks.recurrence.wz              {m}.in_proj.weight   heads.head_dim embed    zxbcdt:0
+    blocks.recurrence.wx              {m}.in_proj.weight   heads.head_dim embed    zxbcdt:1
+    blocks.recurrence.wb              {m}.in_proj.weight   groups.head_dim embed   zxbcdt:2
+    blocks.recurrence.wc              {m}.in_proj.weight   groups.head_dim embed   zxbcdt:3
+    blocks.recurrence.wdt             {m}.in_proj.weight   heads embed             zxbcdt:4
+    blocks.recurrence.conv_x.weight   {m}.conv1d.weight    heads.head_dim 1 taps   xbc:0
+    blocks.recurrence.conv_b.weight   {m}.conv1d.weight    groups.head_dim 1 taps  xbc:1
+    blocks.recurrence.conv_c.weight   {m}.conv1d.weight    groups.head_dim 1 taps  xbc:2
+    blocks.recurrence.conv_x.bias     {m}.conv1d.bias      heads.head_dim          xbc:0
+    blocks.recurrence.conv_b.bias     {m}.conv1d.bias      groups.head_dim         xbc:1
+    blocks.recurrence.conv_c.bias     {m}.conv1d.bias      groups.head_dim         xbc:2
+    blocks.recurrence.gates.log_rate  {m}.A_log
+    blocks.recurrence.gates.bias      {m}.dt_bias
+    blocks.recurrence.gates.skip      {m}.D
+    blocks.recurrence.norm_scale      {m}.norm.weight      heads.head_dim
+    blocks.recurrence.wo              {m}.out_proj.weight  embed heads.head_dim
+"""
+MAMBA = layer(MAMBA_LINES.replace("{m}", "mamba"))
+GRANITE_DENSE = layer(
+    """
+    blocks.mlp.w_gate  shared_mlp.input_linear.weight   part.mlp embed  0/2
+    blocks.mlp.w_up    shared_mlp.input_linear.weight   part.mlp embed  1/2
+    blocks.mlp.w_down  shared_mlp.output_linear.weight  embed mlp
+    """
+)
+GRANITE_EXPERTS = layer(
+    """
+    blocks.mlp.router         block_sparse_moe.router.layer.weight   routes embed
+    blocks.mlp.w_gate         block_sparse_moe.input_linear.weight   experts part.mlp embed  0/2
+    blocks.mlp.w_up           block_sparse_moe.input_linear.weight   experts part.mlp embed  1/2
+    blocks.mlp.w_down         block_sparse_moe.output_linear.weight  experts embed mlp
+    blocks.shared_mlp.w_gate  shared_mlp.input_linear.weight         part.mlp embed          0/2
+    blocks.shared_mlp.w_up    shared_mlp.input_linear.weight         part.mlp embed          1/2
+    blocks.shared_mlp.w_down  shared_mlp.output_linear.weight        embed mlp
+    """
+)
+BAMBA_NAMES = layer(
+    """
+    blocks.mlp_norm.scale  pre_ff_layernorm.weight
+    blocks.mlp.w_gate      feed_forward.gate_proj.weight  mlp embed
+    blocks.mlp.w_up        feed_forward.up_proj.weight    mlp embed
+    blocks.mlp.w_down      feed_forward.down_proj.weight  embed mlp
+    final_norm.scale       {prefix}final_layernorm.weight
+    """
+)
+MAMBA2_NAMES = table(
+    """
+    embedding.weight             {prefix}embeddings.weight
+    final_norm.scale             {prefix}norm_f.weight
+    head.weight                  lm_head.weight             vocab embed
+    blocks.attention_norm.scale  norm.weight
+    """
+    + MAMBA_LINES.replace("{m}", "mixer"),
+    layer="{prefix}layers.{layer}.",
+)
+
+
+def _mamba(config: transformer.Config) -> tuple[int, int, int]:
+    """Rows of a Mamba-2 layer's x, of its B, and its heads."""
+    settings = config.mixer.recurrence
+    state, size = settings.sizes(config.d_model)
+    return settings.num_heads * size, (settings.num_key_heads or 1) * state, settings.num_heads
+
+
+def _zxbcdt(config: transformer.Config) -> list[np.ndarray]:
+    inner, state, heads = _mamba(config)
+    return consecutive(inner, inner, state, state, heads)
+
+
+def _xbc(config: transformer.Config) -> list[np.ndarray]:
+    inner, state, _ = _mamba(config)
+    return consecutive(inner, state, state)
+
+
+_OLD = {"mamba": "mamba2", "attention": "attention"}  # names of kinds in older files
+OF_MAMBA = (
+    Mamba(),
+    Same("mamba_n_groups", "mixer.recurrence.num_key_heads", 1),
+    Same("mamba_d_state", "mixer.recurrence.key_dim", 256),
+    Same("mamba_d_conv", "mixer.recurrence.taps", 4),
+    Fixed("mamba_conv_bias", True),
+    Fixed("mamba_proj_bias", False),
+)
+SPLITS = {"zxbcdt": _zxbcdt, "xbc": _xbc}
+GRANITE = decoder(
+    model_type="granitemoehybrid",
+    architecture="GraniteMoeHybridForCausalLM",
+    rules=(
+        *sizes(hidden=None),
+        SILU,
+        Positions(Rotary()),
+        Mixers({"linear_attention": "mamba2", "full_attention": "attention", **_OLD}),
+        *OF_MAMBA,
+        GraniteExperts(),
+        Same("embedding_multiplier", "residual.embedding_multiplier", 1.0),
+        Same("residual_multiplier", "residual.multiplier", 1.0),
+        Same("attention_multiplier", "attention.scale", 1.0),
+        Inverse("logits_scaling", "logit_multiplier"),
+        Fixed("attention_bias", False),
+    ),
+    tensors=DENSE | MAMBA | GRANITE_EXPERTS,
+    without_experts=GRANITE_DENSE,
+    splits=SPLITS,
+    ignored=frozenset({"mamba_chunk_size"}),
+)
+BAMBA = decoder(
+    model_type="bamba",
+    architecture="BambaForCausalLM",
+    rules=(
+        *sizes(eps=1e-5, kv_heads=8),
+        SILU,
+        Rotary(max_seq_len=262_144, fraction=0.5),
+        Indices(),
+        *OF_MAMBA,
+        Fixed("attention_bias", False),
+        Fixed("mlp_bias", False),
+    ),
+    tensors=DENSE | MAMBA | BAMBA_NAMES,
+    splits=SPLITS,
+    ignored=frozenset({"mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"}),
+)
+MAMBA2 = decoder(
+    model_type="mamba2",
+    architecture="Mamba2ForCausalLM",
+    rules=(
+        Same("vocab_size", "vocab_size"),
+        Same("hidden_size", "d_model"),
+        Same("num_hidden_layers", "num_layers"),
+        Same("layer_norm_epsilon", "residual.norm_eps", 1e-5),
+        Same("tie_word_embeddings", "tie_embeddings", False),
+        Mamba("", "head_dim", "num_heads"),
+        Same("n_groups", "mixer.recurrence.num_key_heads", 8),
+        Same("state_size", "mixer.recurrence.key_dim", 128),
+        Same("conv_kernel", "mixer.recurrence.taps", 4),
+        Fixed("hidden_act", "silu"),
+        Fixed("use_bias", False),
+        Fixed("use_conv_bias", True),
+    ),
+    always={
+        "num_heads": 1,
+        "mlp": "none",
+        "positions.kind": "none",
+        "mixer.pattern": ("mamba2",),
+    },
+    tensors=MAMBA2_NAMES,
+    prefixes=("backbone.", "model.", ""),
+    marker="{prefix}embeddings.weight",
+    splits=SPLITS,
+    # How a new model is drawn, and the precision of its sums.
+    ignored=words(
+        "chunk_size rescale_prenorm_residual residual_in_fp32 time_step_floor time_step_max "
+        "time_step_min time_step_rank"
+    ),
+)
