@@ -165,7 +165,7 @@ class RecurrentCache(eqx.Module):
 
 
 class Cache(eqx.Module):
-    """What all layers keep, and the clock of their rows."""
+    """The keys and values, or states, of all layers, and the clock of their rows."""
 
     layers: tuple[LayerCache | RecurrentCache, ...]
     clock: Clock

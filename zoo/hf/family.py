@@ -286,7 +286,7 @@ class Family:
     within: str = ""
     """The type of a model of which this is the part for text, described by its `text_config`."""
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """What the tensors are of which names begin so, and which the zoo's model does not have."""
+    """The tensors that the zoo's model does not have, by how their names begin, in words."""
     by_tensors: Mapping[str, str] = field(default_factory=dict)
     """Fields of the `Config` that are true where the name of a tensor has this in it."""
 

@@ -173,7 +173,7 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class MixerConfig:
-    """What mixes the positions of a row in each layer: attention, or a recurrence over them."""
+    """The mixer of the positions of a row in each layer: attention, or a recurrence over them."""
 
     pattern: tuple[Literal["attention", MixerName], ...] = ("attention",)
     """The mixer of each layer, repeated over the layers; of recurrences there is one kind."""

@@ -161,7 +161,7 @@ class Transformer(CastsAtUse):
 
 
 def marks_of(config: Config, segment_ids: Int[Array, "batch seq"] | None, batch_size: int) -> Marks:
-    """What the documents of rows say to recurrences: which steps count, and where one begins."""
+    """The marks of the documents of rows: the steps that count, and where a document begins."""
     if segment_ids is None or "recurrence" not in config.mixers:
         return Marks()
     (marks, _), _ = make_marks(segment_ids, None, jnp.zeros(batch_size, jnp.int32))
