@@ -315,6 +315,7 @@ def test_the_text_part_of_a_whole_model_is_opened(copy: Any, caplog: Any):
         ("qwen3_next", {"layer_types": ["linear_attention"] * 4}, "layer_types=.*for each layer"),
         ("qwen3_next", {"shared_expert_intermediate_size": 15}, "intermediate_size=15.*7"),
         ("qwen3_next", {"partial_rotary_factor": 0.25}, "rotary_factor contradict.*0.25 and 0.5"),
+        ("qwen3_next", {"full_attention_interval": 0}, "full_attention_interval=0: must be"),
         ("qwen3_next", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported"),
         ("bamba", {"time_step_limit": [0.1, 0.2]}, r"time_step_limit=\[0.1, 0.2\]"),
         ("bamba", {"mamba_d_head": 7}, "mamba_n_heads=6 times mamba_d_head=7.*48"),

@@ -354,11 +354,14 @@ def canonical(config: transformer.Config) -> transformer.Config:
     """
     pattern = config.all_layer_kinds
     if {*pattern} == {"recurrent"} and config.positions.kind != "learned":
-        parts: dict[str, Any] = {
-            "attention": AttentionConfig(),
-            "positions": PositionsConfig("none"),
-        }
-        config = dataclasses.replace(config, num_heads=1, max_seq_len=2048, **parts)
+        # Nothing of these has an effect.
+        config = dataclasses.replace(
+            config,
+            num_heads=1,
+            max_seq_len=type(config).max_seq_len,
+            attention=AttentionConfig(),
+            positions=PositionsConfig("none"),
+        )
     changes: dict[str, Any] = {
         "attention.num_kv_heads": config.kv_heads,
         "attention.head_dim": config.head_size,

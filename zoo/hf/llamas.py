@@ -127,6 +127,8 @@ class Mixers(Rule):
         count = fields.values.get("num_hidden_layers", 0)
         interval = fields.take("full_attention_interval", self.interval)
         types = fields.take("layer_types", None)
+        if not isinstance(interval, int) or interval < 1:
+            raise fields.refusal(f"full_attention_interval={interval!r}: must be a positive number")
         if types is None:
             recurrent, attention, *_ = self.kinds
             types = [recurrent if (i + 1) % interval else attention for i in range(count)]
