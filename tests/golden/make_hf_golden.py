@@ -61,6 +61,16 @@ EXPERTS = {
     "moe_intermediate_size": 7,
     "shared_expert_intermediate_size": 14,
 }
+DEEPSEEK = {
+    "moe_intermediate_size": 7,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+}
 MAMBA = {
     "num_hidden_layers": 3,
     "mamba_n_heads": 6,
@@ -132,6 +142,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": (
         "Qwen3MoeFor",
         {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 7, "head_dim": 6},
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeFor",
+        {**EXPERTS, "mlp_only_layers": [0], "decoder_sparse_step": 2, "num_hidden_layers": 4},
+    ),
+    "olmoe": ("OlmoeFor", {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 9}),
+    "granitemoe": (
+        "GraniteMoeFor",
+        {
+            **{x: y for x, y in GRANITE.items() if x.endswith(("multiplier", "scaling"))},
+            "num_local_experts": 5,
+            "intermediate_size": 9,
+        },
+    ),
+    "glm4_moe": (
+        "Glm4MoeFor",
+        {**DEEPSEEK, "num_hidden_layers": 3, "use_qk_norm": True, "head_dim": 8},
+    ),
+    "glm4_moe_biases": (
+        "Glm4MoeFor",
+        {**DEEPSEEK, "n_group": 1, "topk_group": 1, "attention_bias": True, "head_dim": 8},
     ),
     "qwen3_next": ("Qwen3NextFor", {**HYBRID, **EXPERTS}),
     "qwen3_5": ("Qwen3_5For", HYBRID),
@@ -209,6 +240,9 @@ def make(name: str) -> torch.nn.Module:
                 x.copy_(noise * (0.5 if model.config.tie_word_embeddings else 1.0))
             else:
                 x.copy_(noise * spread / math.sqrt(x.shape[-1]))
+        for path, x in model.named_buffers():
+            if path.endswith("e_score_correction_bias"):
+                x.copy_(0.3 * torch.randn(x.shape, generator=generator))
     return model
 
 

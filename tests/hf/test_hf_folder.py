@@ -142,7 +142,7 @@ def test_older_config_spellings_are_read(name: str, changes: dict, copy: Any):
         ("gemma2", {"layer_types": ["chunked_attention"] * 3}, "layer_types=.*one of sliding"),
         ("gemma2", {"layer_types": ["full_attention"]}, "layer_types=.*for each layer"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
-        ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\] is not supported"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\] is not supported"),
         ("qwen3_moe", {"num_experts_per_tok": 9}, "experts.per_token=9: must be in 1 to"),
         ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type='relative"),
         ("bert", {"is_decoder": True}, "is_decoder=True is not supported"),

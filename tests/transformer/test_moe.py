@@ -41,32 +41,63 @@ EXPERTS, CHOICES = 8, 3
 OPTIONS: dict[str, Any] = {"experts.num_experts": EXPERTS, "experts.per_token": CHOICES, "d_ff": 12}
 
 
-def layer(**changes: Any) -> moe.MoE:
+def layer(mlp: Any = "swiglu", bias: bool = False, **changes: Any) -> moe.MoE:
     experts = ExpertsConfig(**{"num_experts": EXPERTS, "per_token": CHOICES, **changes})
-    config = transformer.Config(1, d_model=16, num_layers=1, d_ff=12, experts=experts)
+    config = transformer.Config(1, 16, num_layers=1, d_ff=12, experts=experts, mlp=mlp, bias=bias)
     return moe.MoE(config, key=jax.random.key(1))
 
 
 def numpy_experts(made: moe.MoE, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Token by token and expert by expert: the output, the probabilities and the choices."""
     w = {name: np.asarray(value, np.float64) for name, value in arrays(made).items()}
-    logits = x @ w["router"]
+    w = {"b_router": np.zeros(EXPERTS)} | dict.fromkeys(BIASES, np.zeros((EXPERTS, 1))) | w
+    logits = x @ w["router"] + w["b_router"]
     probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    out, chosen = np.zeros_like(x), np.argsort(-probabilities, -1)[..., : made.config.per_token]
+    out, scores, groups = np.zeros_like(x), probabilities.copy(), made.config.num_groups
+    if groups > 1:
+        in_groups = scores.reshape(*x.shape[:-1], groups, -1)
+        best = np.sort(in_groups, -1)[..., -made.config.group_score :].sum(-1)
+        left = np.argsort(best, -1)[..., : groups - made.config.groups_per_token]
+        np.put_along_axis(in_groups, left[..., None], -1.0, axis=-2)
+    chosen = np.argsort(-scores, -1)[..., : made.config.per_token]
     for place in np.ndindex(x.shape[:-1]):
         weights = probabilities[place][chosen[place]]
         weights = weights / weights.sum() if made.config.normalize else weights
         for expert, weight in zip(chosen[place], weights, strict=True):
-            gate = x[place] @ w["w_gate"][expert]
-            hidden = gate / (1 + np.exp(-gate)) * (x[place] @ w["w_up"][expert])
-            out[place] += weight * (hidden @ w["w_down"][expert])
+            gate = x[place] @ w["w_gate"][expert] + w["b_gate"][expert]
+            up = x[place] @ w["w_up"][expert] + w["b_up"][expert]
+            steepness = 1.0
+            if made.kind == "swiglu_clamped":
+                gate, up, steepness = np.minimum(gate, 7), np.clip(up, -7, 7) + 1, 1.702
+            hidden = gate / (1 + np.exp(-steepness * gate)) * up
+            out[place] += weight * (hidden @ w["w_down"][expert] + w["b_down"][expert])
     return out, probabilities, chosen
 
 
-@pytest.mark.parametrize(("choices", "normalize"), [(1, False), (CHOICES, True)])
-def test_experts_match_independent_numpy_formula(choices: int, normalize: bool):
-    made = layer(per_token=choices, normalize=normalize)
-    x = np.random.default_rng(0).normal(size=(2, 7, 16))
+BIASES = ("b_gate", "b_up", "b_down")
+GROUPS = {"num_groups": 4, "groups_per_token": 2}
+IN_GROUPS = {f"experts.{name}": value for name, value in GROUPS.items()}
+
+
+@pytest.mark.parametrize(
+    ("choices", "changes"),
+    [
+        (1, {"normalize": False}),
+        (CHOICES, {}),
+        (CHOICES, {**GROUPS, "group_score": 1}),
+        (CHOICES, {**GROUPS, "bias": True, "mlp": "swiglu_clamped"}),
+    ],
+    ids=str,
+)
+def test_experts_match_independent_numpy_formula(choices: int, changes: dict):
+    made = layer(per_token=choices, **changes)
+    rng = np.random.default_rng(0)
+    names = [name for name in ("b_router", *BIASES) if getattr(made, name) is not None]
+    assert len(names) == 4 * ("bias" in changes)
+    for name in names:
+        drawn = jnp.asarray(rng.normal(size=getattr(made, name).shape), jnp.float32)
+        made = eqx.tree_at(lambda made: getattr(made, name), made, drawn)  # noqa: B023
+    x = rng.normal(size=(2, 7, 16)) * (1 + 5 * ("bias" in changes))  # beyond the bounds
     counted = np.arange(7)[None] < np.array([[7], [1]])
     got, balance = eqx.filter_jit(made)(
         jnp.asarray(x, jnp.float32), jnp.asarray(counted, jnp.float32)
@@ -143,6 +174,46 @@ def test_mesh_gradients_match_one_device(spec: str, rules: dict):
     assert_trees_close(many[1], one[1], rtol=1e-4)
     for path, grad in arrays(one[1]).items():
         assert np.abs(grad).max() > 1e-5, path
+
+
+VARIANT: dict[str, Any] = {
+    **{**OPTIONS, "bias": True, "mlp": "swiglu_clamped", "num_layers": 6, **IN_GROUPS},
+    **{"experts.first_dense": 1, "experts.interval": 2, "experts.dense_d_ff": 20},
+    **{"experts.num_shared": 1, "experts.router": "sigmoid", "experts.bias_rate": 0.1},
+}
+
+
+@pytest.mark.parametrize(
+    "spec", ["tensor=2", pytest.param("data=2,fsdp=2,expert=2", marks=pytest.mark.slow)]
+)
+def test_dense_layers_groups_and_biases_on_a_mesh_are_as_on_one_device(spec: str):
+    """And layers in a loop as one after another."""
+
+    def run(spec: str, scan: bool) -> Any:
+        model = drawn_transformer(**VARIANT, scan_layers=scan)
+        batch = jax.tree.map(jnp.asarray, token_batch(8, 12))
+        loss, mesh = losses.balanced_next_token(0.1), zoo.make_mesh(spec)
+        with sharding.use(mesh):
+            function = eqx.filter_jit(eqx.filter_value_and_grad(lambda m: loss(m, batch, None)[0]))
+            return copy(function(jax.device_put(model, sharding.shardings(model, mesh))))
+
+    one, many = run("", False), run(spec, True)
+    np.testing.assert_allclose(many[0], one[0], rtol=1e-5)
+    assert_trees_close(many[1], one[1], rtol=1e-4)
+    for path, grad in arrays(one[1]).items():
+        assert np.abs(grad).max() > 1e-6, path
+
+
+def test_layers_before_the_experts_and_between_them_have_one_mlp():
+    model = drawn_transformer(**VARIANT)
+    assert model.config.has_experts == (False, True) * 3
+    found = {x: y.shape[:2] for x, y in arrays(model.blocks).items() if x.endswith("w_up")}
+    assert found == {"mlp.w_up": (3, 8), "dense_mlp.w_up": (3, 32), "shared_mlp.w_up": (3, 32)}
+    assert model.blocks.dense_mlp.w_up.shape[2] == 20
+    model = drawn_transformer(**{**VARIANT, "experts.interval": 1})
+    assert model.config.has_experts == (False, *[True] * 5)
+    balance = model.hidden_and_balance(jnp.zeros((1, 4), jnp.int32))[1]
+    assert float(balance.load[0]) >= 4  # the mean of the layers with experts, 1 per token if even
 
 
 def of_layer(spec: str, skewed: int, rules: dict, **options: Any) -> Any:
@@ -519,8 +590,7 @@ def test_a_bias_chooses_the_experts_that_transformers_does():
     logits = jnp.asarray(GOLDEN["x"]) @ routed.router
     wanted = np.sort(GOLDEN["chosen"].reshape(2, 7, CHOICES))
     found, unbiased = (
-        np.sort(moe.route(logits, bias, CHOICES, "sigmoid").chosen)
-        for bias in (routed.bias.value, None)
+        np.sort(moe.route(logits, bias, routed.config).chosen) for bias in (routed.bias.value, None)
     )
     np.testing.assert_array_equal(found, wanted)
     assert (unbiased != wanted).any()
@@ -701,12 +771,23 @@ def test_shared_experts_are_an_mlp_for_every_token(gate: bool):
     [
         *[("buffer", 0.5, 8), ("num_shared", -1, 8), ("bias_rate", 0.0, 8), ("per_token", 9, 8)],
         *[("num_shared", 1, None), ("bias_rate", 0.1, None), ("scale", 2.0, None)],
-        *[("router", "sigmoid", None), ("shared_gate", True, 8)],
+        *[("router", "sigmoid", None), ("shared_gate", True, 8), ("first_dense", 2, 8)],
+        *[("num_groups", 3, 8), ("num_groups", 2, None), ("interval", 2, None), ("interval", 3, 8)],
     ],
 )
 def test_bad_settings_of_experts_are_refused(name: str, value: Any, num_experts: int | None):
     with pytest.raises(ValueError, match=rf"experts\.{name}={value!r}"):
         small_config(**{"experts.num_experts": num_experts, f"experts.{name}": value})
+
+
+@pytest.mark.parametrize(
+    "changes", [{"groups_per_token": 5}, {"groups_per_token": 1}, {"group_score": 3}], ids=str
+)
+def test_groups_without_enough_experts_are_refused(changes: dict):
+    (name, value), *_ = changes.items()
+    options = {**OPTIONS, **IN_GROUPS, f"experts.{name}": value}
+    with pytest.raises(ValueError, match=rf"experts\.{name}={value}"):
+        small_config(**options)
 
 
 def test_experts_that_the_axis_does_not_divide_are_refused():

@@ -25,7 +25,7 @@ from zoo.nn.recurrences.chunks import Mixer
 from zoo.nn.recurrences.marks import Marks
 from zoo.nn.remat import apart, scan_layers
 from zoo.sharding import constrain, is_sharding
-from zoo.transformer.config import Config, LayerKind
+from zoo.transformer.config import Config, LayerKind, mixer_of
 from zoo.transformer.model import Transformer
 
 
@@ -212,10 +212,11 @@ class AttentionDecoder(eqx.Module):
         x_BTE, rotaries = self.model.embed(tokens, positions)
         segment_ids, marks = mask.astype(jnp.int32), Marks(mask)
         shape = (*tokens.shape, config.kv_heads, config.head_size)
+        mixers = [*map(mixer_of, config.layer_kinds)]
 
         def layer(turn: int, kind: LayerKind, block: Any, carry: tuple, index: Array) -> tuple:
             x_BTE, stacks = carry
-            window, own = config.window_of(kind), config.own
+            window = config.window_of(kind)
             kept: list[Any] = []
             attend = partial(_attend_and_keep, block, kept, (True, window, shape, shape))
             recur = partial(_recur_and_keep, kept)
@@ -228,8 +229,8 @@ class AttentionDecoder(eqx.Module):
                     f"{_name(block)} calls `attend` {len(kept)} times, and decoding keeps the keys "
                     "and values of one call per layer"
                 )
-            name = own[turn]
-            place = index // len(own) * own.count(name) + own[:turn].count(name)
+            name = mixers[turn]
+            place = index // len(mixers) * mixers.count(name) + mixers[:turn].count(name)
             put = jax.tree.map(lambda stack, x: stack.at[place].set(x), stacks[name], kept[0])
             return x_BTE, {**stacks, name: put}
 
@@ -238,6 +239,7 @@ class AttentionDecoder(eqx.Module):
             self.model.blocks,
             (x_BTE, self._stacks(shape, x_BTE.dtype)),
             own=config.own,
+            first=config.experts.first_dense,
             scan=config.scan_layers,
         )
         layers: list[LayerCache | RecurrentCache] = []

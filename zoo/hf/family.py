@@ -26,6 +26,7 @@ from zoo.publishing.families import check_counts
 from zoo.sharding.axes import keystr, map_parameters
 from zoo.transformer.config import AttentionConfig, PositionsConfig
 
+LOAD_BIAS_RATE = 0.001  # of DeepSeek-V3; config.json has none
 LAYER = "layer"  # the name of the first axis of stacked layers
 Range = tuple[int, int]
 Index = tuple[slice, ...]
@@ -220,8 +221,9 @@ class Layout:
 
 def layers_of(config: Any, path: str) -> list[int] | None:
     """The layers that have a parameter of `blocks`; None if it is in all of them."""
-    mixers, part = getattr(config, "mixers", ()), path.split(".")[1:2]
-    return [layer for layer, mixer in enumerate(mixers) if [mixer] == part] or None
+    first, _, rest = path.partition(".")
+    layers = getattr(config, "own", {}).get(rest.split(".")[0]) if first == "blocks" else None
+    return layers and [*layers]
 
 
 def layouts(skeleton: PyTree, family: "Family", prefix: str) -> dict[str, Layout]:
@@ -286,7 +288,9 @@ class Family:
     within: str = ""
     """The type of a model of which this is the part for text, described by its `text_config`."""
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """The tensors that the zoo's model does not have, by how their names begin, in words."""
+    """The tensors that the zoo's model does not have, by how their names begin, in words.
+
+    `{num_layers}` in such a name is that number."""
     by_tensors: Mapping[str, str] = field(default_factory=dict)
     """Fields of the `Config` that are true where the name of a tensor has this in it."""
 
@@ -366,6 +370,7 @@ def canonical(config: transformer.Config) -> transformer.Config:
         "attention.num_kv_heads": config.kv_heads,
         "attention.head_dim": config.head_size,
         "d_ff": None if config.mlp == "none" else config.hidden_size,
+        "experts.dense_d_ff": config.dense_size,
     }
     if "recurrent" not in pattern:
         changes["attention.window_pattern"] = shortest(pattern)
@@ -383,7 +388,12 @@ def canonical(config: transformer.Config) -> transformer.Config:
         "attention.qkv_bias": config.bias,
         "experts.per_token": config.experts.num_experts is None,
         "experts.normalize": config.experts.num_experts is None,
+        "experts.groups_per_token": config.experts.num_groups == 1,
+        "experts.group_score": config.experts.num_groups == 1,
+        "experts.dense_d_ff": "dense_mlp" not in config.parts,
     }
+    if config.experts.bias_rate is not None:  # a matter of training
+        changes["experts.bias_rate"] = LOAD_BIAS_RATE
     defaults = type(config)(vocab_size=1)
     for name, has_none in without_effect.items():
         if has_none:

@@ -268,7 +268,7 @@ def _open(
     prefix = next(present, family.prefixes[0])
     found = layouts(skeleton, family, prefix)
     matrices = quantization.find(method, weights, found, family.model_type)
-    _check(family, weights, found, matrices)
+    _check(family, config, weights, found, matrices)
     embedding = next(x for x in found.values() if x.tensor.name == family.marker)
     of_values = _dtype(weights, embedding, options.dtype)
     skeleton, parts = quantization.put(skeleton, found, matrices, weights, of_values)
@@ -353,6 +353,7 @@ def _dtype(weights: Weights, layout: Layout | Part, dtype: DTypeLike | None) -> 
 
 def _check(
     family: Family,
+    config: Any,
     weights: Weights,
     found: dict[str, Layout],
     matrices: dict[str, dict[str, Matrix]],
@@ -365,6 +366,7 @@ def _check(
             wanted |= matrix.tensors()
     stored = {name: x.shape for name, x in weights.tensors.items()}
     for start, content in family.left_out.items():
+        start = start.format(num_layers=getattr(config, "num_layers", 0))
         if names := [name for name in stored if name.startswith(start)]:
             logger.warning(
                 "%s: %s (%d tensors, %s…) are left out: the zoo's model has none",

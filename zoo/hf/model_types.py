@@ -7,6 +7,7 @@ import dataclasses
 
 from zoo import bert, transformer
 from zoo.hf.delta_nets import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from zoo.hf.experts import DENSE_MLP, GLM4_MOE, GRANITE_MOE, OLMOE, QWEN2_MOE, SPARSE_STEPS
 from zoo.hf.family import Family, canonical, table
 from zoo.hf.llamas import (
     BOTH_NORMS,
@@ -156,14 +157,11 @@ QWEN3_MOE = decoder(
         OptionalLayerTypes(all_layers=True),
         NumExperts(("num_experts", "num_local_experts"), 128),
         Same("num_experts_per_tok", "experts.per_token", 8),
-        Same("norm_topk_prob", "experts.normalize", False),
+        *SPARSE_STEPS,
         Fixed("attention_bias", False),
-        Fixed("decoder_sparse_step", 1),
-        Fixed("mlp_only_layers", []),
     ),
     always={"attention.qk_norm": "per_head"},
-    tensors=DENSE | QWEN3_EXPERTS,
-    ignored=frozenset({"intermediate_size"}),  # of layers without experts, which it does not have
+    tensors=DENSE | DENSE_MLP | QWEN3_EXPERTS,
 )
 
 GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf"}
@@ -292,8 +290,10 @@ BERT = Family(
     by_tensors={"pooler": "pooler."},
 )
 
-# Hybrids that the zoo's layers are not like.
+# Types that the zoo's layers are not like.
 REFUSED = {
+    "phimoe": "experts are chosen, and weighted, by a threshold on the distances of their scores "
+    "(sparsemixer)",
     "falcon_h1": "a layer has attention and Mamba-2 side by side",
     "lfm2": "layers mix positions by short gated convolutions",
     "nemotron_h": "a layer is a mixer or an MLP alone",
@@ -303,5 +303,6 @@ REFUSED = {
 # `family_of` prefers the first of the families that fit.
 _ORDER = [LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GEMMA2, GEMMA3]
 _ORDER += [MIXTRAL, QWEN3_MOE, GPT2, BERT]
+_ORDER += [QWEN2_MOE, OLMOE, GRANITE_MOE, GLM4_MOE]
 _ORDER += [QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GRANITE, BAMBA, MAMBA2, XLSTM]
 MODEL_TYPES = {family.model_type: family for family in _ORDER}

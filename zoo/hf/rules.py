@@ -155,18 +155,18 @@ class Choice(Rule):
 
     theirs: str
     ours: str
-    values: Mapping[str, Any]
-    default: str
+    values: Mapping[Any, Any]
+    default: Any
 
     def read(self, fields: Fields) -> dict[str, Any]:
         value = fields.take(self.theirs, self.default)
         if value not in self.values:
-            known = ", ".join(self.values)
+            known = ", ".join(map(str, self.values))
             raise fields.refusal(f"{self.theirs}={value!r} is not supported, only {known}")
         return {self.ours: self.values[value]}
 
     def write(self, config: Any) -> dict[str, Any]:
-        value = getattr(config, self.ours)
+        value = functools.reduce(getattr, self.ours.split("."), config)
         return {self.theirs: next((k for k, v in self.values.items() if v == value), value)}
 
 

@@ -23,7 +23,7 @@ from zoo.sharding.rules import mesh_axes
 from zoo.sharding.specs import between, num_shards
 
 Activation = Literal["gelu", "gelu_erf", "relu", "silu", "tanh"]
-MLPKind = Literal["swiglu", "geglu", Activation]
+MLPKind = Literal["swiglu", "geglu", "swiglu_clamped", Activation]
 NormKind = Literal["rms", "layer", "rms_offset"]
 OptionalNorm = Literal["none", NormKind]
 
@@ -360,7 +360,21 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "tanh": jnp.tanh,
 }
 # Gated MLPs (Shazeer 2020), and the activation of each one's gate.
-GATED_MLPS: dict[str, Activation] = {"swiglu": "silu", "geglu": "gelu"}
+GATED_MLPS: dict[str, Activation] = {"swiglu": "silu", "geglu": "gelu", "swiglu_clamped": "silu"}
+_CLAMP, _STEEPNESS = 7.0, 1.702
+
+
+def gated(kind: str, gate: Float[Array, "..."], up: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The hidden features of a gated MLP, from those of its gate and the others.
+
+    A clamped one (gpt-oss, 2025) bounds both, takes the sigmoid of a multiple of the gate, and adds
+    one to the others; in fp32 inside.
+    """
+    if kind != "swiglu_clamped":
+        return ACTIVATIONS[GATED_MLPS[kind]](gate) * up
+    gate32 = jnp.minimum(gate.astype(jnp.float32), _CLAMP)
+    up32 = jnp.clip(up.astype(jnp.float32), -_CLAMP, _CLAMP)
+    return ((up32 + 1) * gate32 * jax.nn.sigmoid(_STEEPNESS * gate32)).astype(up.dtype)
 
 
 def dropout(x: Float[Array, "..."], rate: float, key: Key[Array, ""] | None) -> Float[Array, "..."]:

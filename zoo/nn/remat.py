@@ -1,6 +1,7 @@
 """Rematerialisation: its policies, and the checkpointed scan over stacked layers."""
 
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -17,6 +18,7 @@ from zoo.nn.products import PRODUCT, platform
 # One of `POLICIES`, or `Kept` as text: "save:query,key,value+offload:block_input".
 Policy = str
 LayerFunction = Callable[[Any, PyTree, Array], PyTree]
+Own = Mapping[str, Sequence[int]]
 
 # The name of arrays that every policy keeps, as they are far dearer to compute again than to keep:
 # what a flash kernel gives, as large as a layer's input, and the orders of rows by their experts.
@@ -120,88 +122,102 @@ def scan_layers(
     layers: PyTree,
     carry: PyTree,
     *,
-    own: Sequence[str] = (),
+    own: Own = types.MappingProxyType({}),
+    first: int = 0,
     policy: Policy = "none",
     scan: bool = True,
 ) -> PyTree:
     """Run `carry = function(layer, carry, index)` over layers stacked along their arrays' axis 0.
 
     Several functions take turns: the loop is then over as many layers at once, and what is left
-    over comes after it; `own` is as in `apart`. Each layer's parameters are gathered where they are
-    used, one layer at a time, inside the rematerialised body, so that no gathered copy is kept.
-    `scan=False` unrolls the loop: faster to run on a few small layers, slower to compile.
+    over comes after it, as the `first` layers come before it; `own` is as in `apart`. Each layer's
+    parameters are gathered where they are used, one layer at a time, inside the rematerialised
+    body, so that no gathered copy is kept. `scan=False` unrolls the loop: faster to run on a few
+    small layers, slower to compile.
     """
     functions = [function] if callable(function) else list(function)
     arrays, static = eqx.partition(layers, eqx.is_array)
     num_layers, turns = _num_layers(arrays), len(functions)
 
-    def one(turn: int, in_scan: bool) -> LayerFunction:
-        rest = _without_others(static, own, turn)
+    def one(index: int, in_scan: bool) -> LayerFunction:
+        rest = _without_others(static, own, index)
 
-        def body(layer: PyTree, carry: PyTree, index: Array) -> PyTree:
+        def body(layer: PyTree, carry: PyTree, index_: Array) -> PyTree:
             whole = unshard(with_operands(eqx.combine(layer, rest)))
-            return functions[turn](whole, named(carry, "block_input"), index)
+            return functions[index % turns](whole, named(carry, "block_input"), index_)
 
         return checkpoint(body, policy, in_scan=in_scan)
 
-    def each(arrays: PyTree, carry: PyTree, first: int | Array, in_scan: bool = False) -> PyTree:
-        for turn, layer in enumerate(apart(arrays, own)):
-            carry = one(turn % turns, in_scan)(layer, carry, jnp.asarray(first + turn))
+    def each(
+        arrays: PyTree, carry: PyTree, start: int, stop: int, index: Any, in_scan: bool = False
+    ) -> PyTree:
+        """Run layers of the structure of those from `start` on, of which the first has an index."""
+        parts = {x: [i - start for i in y if start <= i < stop] for x, y in own.items()}
+        for turn, layer in enumerate(apart(arrays, parts, stop - start)):
+            carry = one(start + turn, in_scan)(layer, carry, jnp.asarray(index + turn))
         return carry
 
-    rounds = num_layers // turns if scan else 0
+    rounds = (num_layers - first) // turns if scan else 0
     if rounds == 0:
-        return each(arrays, carry, 0)
-    if turns == 1:
+        return each(arrays, carry, 0, num_layers, 0)
+    if turns == 1 and not first and not own:
         body, xs = one(0, True), (arrays, jnp.arange(num_layers))
         return lax.scan(lambda carry, x: (body(x[0], carry, x[1]), None), carry, xs)[0]
 
-    def in_rounds(path: tuple, x: Array) -> Array:
-        each_round = own.count(_field(path)) or turns
-        return x[: rounds * each_round].reshape(rounds, each_round, *x.shape[1:])
+    def cut(start: int, stop: int) -> PyTree:
+        def of(path: tuple, x: Array) -> Array:
+            layers = own.get(_field(path), range(num_layers))
+            begin, end = (sum(i < at for i in layers) for at in (start, stop))
+            return x[begin:end]
 
-    def left_over(path: tuple, x: Array) -> Array:
-        return x[rounds * (own.count(_field(path)) or turns) :]
+        return jax.tree_util.tree_map_with_path(of, arrays)
 
-    by_path, whole = jax.tree_util.tree_map_with_path, rounds * turns
-    xs = (by_path(in_rounds, arrays), jnp.arange(0, whole, turns))
-    carry = lax.scan(lambda carry, x: (each(x[0], carry, x[1], True), None), carry, xs)[0]
-    return each(by_path(left_over, arrays), carry, whole) if num_layers % turns else carry
+    end, each_round = first + rounds * turns, first + turns
+    in_rounds = jax.tree.map(
+        lambda x: x.reshape(rounds, len(x) // rounds, *x.shape[1:]), cut(first, end)
+    )
+    carry = each(cut(0, first), carry, 0, first, 0) if first else carry
+    xs = (in_rounds, jnp.arange(first, end, turns))
+    carry = lax.scan(
+        lambda carry, x: (each(x[0], carry, first, each_round, x[1], True), None), carry, xs
+    )[0]
+    return each(cut(end, num_layers), carry, end, num_layers, end) if end < num_layers else carry
 
 
-def apart(layers: PyTree, own: Sequence[str] = ()) -> list[PyTree]:
+def apart(
+    layers: PyTree, own: Own = types.MappingProxyType({}), count: int | None = None
+) -> list[PyTree]:
     """Stacked layers one by one; not by indexing, whose gradient would add up whole stacks.
 
-    `own` names fields of `layers`, for one layer after another, repeated: a field is stacked over
-    the layers that it is named for, and is None in the others.
+    `own` has fields of `layers` that are stacked over some of them alone, which it names, and are
+    None in the others. `count` is that of the layers, if no field is in all of them.
     """
     arrays, static = eqx.partition(layers, eqx.is_array)
     split = jax.tree.map(lambda x: lax.split(x, (1,) * len(x)) if len(x) else [], arrays)
 
     def layer(index: int) -> PyTree:
-        names = [own[i % len(own)] for i in range(index + 1)] if own else []
-
         def pick(path: tuple, x: Array, parts: list[Array]) -> Array:
-            return parts[names[:-1].count(names[-1]) if _field(path) in own else index][0]
+            layers = own.get(_field(path))
+            return parts[index if layers is None else layers.index(index)][0]
 
         of_layer = [_without_others(x, own, index) for x in (arrays, split, static)]
         picked = jax.tree_util.tree_map_with_path(pick, *of_layer[:2])
         return eqx.combine(picked, of_layer[2])
 
-    return [layer(index) for index in range(_num_layers(arrays))]
+    return [layer(index) for index in range(_num_layers(arrays) if count is None else count)]
 
 
 def _num_layers(arrays: PyTree) -> int:
     return max(len(x) for x in jax.tree.leaves(arrays))
 
 
-def _field(path: tuple) -> str | None:
-    return getattr(path[0], "name", None) if path else None
+def _field(path: tuple) -> str:
+    return getattr(path[0], "name", "") if path else ""
 
 
-def _without_others(layers: PyTree, own: Sequence[str], turn: int) -> PyTree:
-    """The layers with None for each field that layers of other turns alone have."""
-    others = {*own} - {own[turn % len(own)]} if own else ()
+def _without_others(layers: PyTree, own: Own, index: int) -> PyTree:
+    """The layers with None for each field that layers other than this one have."""
+    others = [name for name, layers in own.items() if index not in layers]
     if not others:
         return layers
     where, is_none = lambda x: [getattr(x, name) for name in others], lambda x: x is None

@@ -142,7 +142,7 @@ def _by_hand(
     def parts(axes: Collection[str]) -> int:
         return math.prod(sizes[axis] for axis in axes)
 
-    experts = config.num_layers * (config.experts.num_experts or 0) * _expert(config)
+    experts = config.has_experts.count(True) * (config.experts.num_experts or 0) * _expert(config)
     local = tokens / parts({*_ROWS, *_TOKENS})
     width = config.d_model
     heads, kv_heads = (n // parts(_SPLIT) for n in (config.num_heads, config.kv_heads))
@@ -207,7 +207,7 @@ def _of_experts(
     A group of rows shares a tile with the next, so that products of few rows per expert take
     longer, and what has no rows of its own in arrays of rows is read and written too.
     """
-    experts, layers = config.experts, config.num_layers
+    experts, layers = config.experts, config.has_experts.count(True)
     if experts.num_experts is None:
         return 0.0, 0.0, 0.0
     (axis,) = _EXPERTS

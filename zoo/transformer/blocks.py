@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from zoo.nn.attention.attention import attention
-from zoo.nn.layers import Norm, RMSNorm, add_bias, dropout, make_norm, normal
+from zoo.nn.layers import ACTIVATIONS, Norm, RMSNorm, add_bias, dropout, gated, make_norm, normal
 from zoo.nn.products import Operand, matmul
 from zoo.nn.recurrences.chunks import Mixer
 from zoo.nn.recurrences.marks import Marks
@@ -183,7 +183,7 @@ class MLP(eqx.Module):
     w_down: Float[Array, "mlp embed"] | Operand
     b_up: Float[Array, "mlp"] | None
     b_down: Float[Array, "embed"] | None
-    activation: Callable[[Array], Array] = eqx.field(static=True)
+    kind: str = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: Key[Array, ""]):
         embed, hidden = config.d_model, config.hidden_size
@@ -193,15 +193,15 @@ class MLP(eqx.Module):
         self.w_down = normal(down_key, (hidden, embed), hidden * config.num_parts)
         self.b_up = jnp.zeros(hidden) if config.bias else None
         self.b_down = jnp.zeros(embed) if config.bias else None
-        self.activation = config.activation
+        self.kind = config.mlp
 
     def __call__(self, x_BTE: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
         """Map each position on its own."""
         hidden = named(add_bias(matmul(x_BTE, self.w_up), self.b_up), "mlp_hidden")
         if self.w_gate is None:
-            hidden = self.activation(hidden)
+            hidden = ACTIVATIONS[self.kind](hidden)
         else:
-            hidden = self.activation(named(matmul(x_BTE, self.w_gate), "mlp_hidden")) * hidden
+            hidden = gated(self.kind, named(matmul(x_BTE, self.w_gate), "mlp_hidden"), hidden)
         hidden = constrain(hidden, "batch", "inner_seq", "mlp")
         return add_bias(matmul(hidden, self.w_down), self.b_down)
 
@@ -213,6 +213,22 @@ def make_recurrence(config: Config, *, key: Key[Array, ""]) -> Mixer:
     settings, eps = config.mixer.recurrence, config.residual.norm_eps
     made: Any = MIXERS[kind].layer(settings, width, width, "embed", key=key, eps=eps)
     return eqx.tree_at(lambda mixer: mixer.wo, made, made.wo / math.sqrt(config.num_parts))
+
+
+def _dense(config: Config, *, key: Key[Array, ""]) -> MLP:
+    """The MLP of a layer without experts."""
+    return MLP(dataclasses.replace(config, d_ff=config.dense_size), key=key)
+
+
+def _shared(config: Config, *, key: Key[Array, ""]) -> MLP:
+    """The shared experts of a layer as one MLP."""
+    width = config.experts.num_shared * config.hidden_size
+    return MLP(dataclasses.replace(config, d_ff=width), key=jax.random.fold_in(key, 1))
+
+
+def _shared_gate(config: Config, *, key: Key[Array, ""]) -> Float[Array, "embed routes"]:
+    """The matrix of the gate of a layer's shared experts."""
+    return normal(jax.random.fold_in(key, 2), (config.d_model, 1), config.d_model)
 
 
 def from_zeros(
@@ -231,6 +247,7 @@ class Block(eqx.Module):
     attention_out_norm: Norm | None
     mlp_norm: Norm | None
     mlp: MLP | MoE | None
+    dense_mlp: MLP | None
     shared_mlp: MLP | None
     shared_gate: Float[Array, "embed routes"] | Operand | None
     mlp_out_norm: Norm | None
@@ -238,44 +255,37 @@ class Block(eqx.Module):
     multiplier: float = eqx.field(static=True)
     dropout: float = eqx.field(static=True)
 
-    def __init__(self, config: Config, *, key: Key[Array, ""]):
-        """All that layers of each kind have: with no mixer yet."""
-        placement, experts = config.residual.norm_placement, config.experts
+    def __init__(self, config: Config):
+        """All that layers of each kind have: with no mixer and no MLP yet."""
+        placement = config.residual.norm_placement
         before, after = placement in ("pre", "both"), placement != "pre"
         has_mlp = config.mlp != "none"
         self.attention = self.recurrence = None
+        self.mlp = self.dense_mlp = self.shared_mlp = self.shared_gate = None
         self.attention_norm = residual_norm(config) if before else None
         self.attention_out_norm = residual_norm(config) if after else None
         self.mlp_norm = residual_norm(config) if before and has_mlp else None
-        part = MLP if experts.num_experts is None else MoE
-        self.mlp = part(config, key=key) if has_mlp else None
-        self.shared_mlp = self.shared_gate = None
-        if experts.num_shared > 0:  # as one MLP
-            wide = dataclasses.replace(config, d_ff=experts.num_shared * config.hidden_size)
-            self.shared_mlp = MLP(wide, key=jax.random.fold_in(key, 1))
-        if experts.shared_gate:
-            embed = config.d_model
-            self.shared_gate = normal(jax.random.fold_in(key, 2), (embed, 1), embed)
         self.mlp_out_norm = residual_norm(config) if after and has_mlp else None
         self.norms_stream, self.dropout = placement == "stream", config.dropout
         self.multiplier = config.residual.multiplier
 
     @staticmethod
     def stacked(config: Config, *, key: Key[Array, ""]) -> "Block":
-        """All layers as one, their arrays along axis 0: a mixer's, of the layers that have it."""
+        """All layers as one, their arrays along axis 0: a part's, of the layers that have it."""
         mixer_keys, mlp_keys = jax.vmap(jax.random.split, out_axes=1)(
             jax.random.split(key, config.num_layers)
         )
-        blocks = eqx.filter_vmap(lambda key: Block(config, key=key))(mlp_keys)
-        for name, make in (("attention", Attention), ("recurrence", make_recurrence)):
-            if name in config.mixers:
-                layers = [i for i, mixer in enumerate(config.mixers) if mixer == name]
-                stack = eqx.filter_vmap(lambda key: make(config, key=key))(  # noqa: B023
-                    mixer_keys[jnp.asarray(layers)]
-                )
-                blocks = eqx.tree_at(
-                    operator.attrgetter(name), blocks, stack, is_leaf=lambda x: x is None
-                )
+        blocks = eqx.filter_vmap(lambda _: Block(config))(mlp_keys)
+        makers: dict[str, Any] = {"attention": Attention, "recurrence": make_recurrence}
+        makers["mlp"] = MLP if config.experts.num_experts is None else MoE
+        makers |= {"dense_mlp": _dense, "shared_mlp": _shared, "shared_gate": _shared_gate}
+        for name, layers in config.parts.items():
+            keys = mixer_keys if name in ("attention", "recurrence") else mlp_keys
+            make = partial(makers[name], config)
+            stack = eqx.filter_vmap(lambda key: make(key=key))(keys[jnp.asarray(layers)])  # noqa: B023
+            blocks = eqx.tree_at(
+                operator.attrgetter(name), blocks, stack, is_leaf=lambda x: x is None
+            )
         return blocks
 
     def __call__(
@@ -304,21 +314,22 @@ class Block(eqx.Module):
             attend = attention if attend is None else attend
             added_BTE = self.attention(normed_BTE, segment_ids, rotary, window, attend)
         x_BTE = self._add(x_BTE, added_BTE, self.attention_out_norm, keys[0])
-        if self.mlp is None:
+        mlp = self.mlp or self.dense_mlp
+        if mlp is None:
             return x_BTE, None
         x_BTE = named(x_BTE, "mlp_input")
         normed_BTE, balance = _enter(self.mlp_norm, x_BTE), None
-        if isinstance(self.mlp, MoE):
+        if isinstance(mlp, MoE):
             counted_BT = jnp.ones((1, x_BTE.shape[1]))
             if segment_ids is not None:
                 counted_BT = (segment_ids > 0).astype(jnp.float32)
             if weights_BT is not None:
                 counted_BT = jnp.where(counted_BT > 0, weights_BT, 0.0)
-            added_BTE, balance = self.mlp(normed_BTE, counted_BT)
+            added_BTE, balance = mlp(normed_BTE, counted_BT)
             if self.shared_mlp is not None:
                 added_BTE = added_BTE + self._shared(self.shared_mlp, normed_BTE)
         else:
-            added_BTE = self.mlp(normed_BTE)
+            added_BTE = mlp(normed_BTE)
         return self._add(x_BTE, added_BTE, self.mlp_out_norm, keys[1]), balance
 
     def _shared(self, shared_mlp: MLP, x_BTE: Array) -> Float[Array, "batch seq embed"]:

@@ -1,7 +1,7 @@
 """The hyperparameters of a transformer, and the numbers that follow from them."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from zoo.common import configuration
 from zoo.common.configuration import may_differ, of_training, require
 from zoo.nn.attention.attention import Implementation
-from zoo.nn.layers import ACTIVATIONS, GATED_MLPS, MLPKind, NormKind
+from zoo.nn.layers import GATED_MLPS, MLPKind, NormKind
 from zoo.nn.recurrences.chunks import RecurrenceConfig
 from zoo.nn.recurrences.mixers import MIXERS, MixerName
 from zoo.nn.remat import NAMES, Kept, Policy
@@ -143,6 +143,18 @@ class ExpertsConfig:
     """Experts that every token goes to, beside the ones that its router chooses."""
     shared_gate: bool = False
     """Multiply what the shared experts give by a sigmoid of each token (Qwen2-MoE, Qwen3-Next)."""
+    num_groups: int = 1
+    """Groups of experts, one behind another, a few of which a token's experts are in (DeepSeek)."""
+    groups_per_token: int = 1
+    """Groups that a token's experts are in: those with the highest scores."""
+    group_score: int = 2
+    """Best experts of a group, whose scores add up to its own: 2 (DeepSeek-V3) or 1 (V2)."""
+    first_dense: int = 0
+    """Layers before the first one with experts, which have one MLP for all tokens (DeepSeek)."""
+    interval: int = 1
+    """Each so manieth layer has experts, and the others one MLP for all tokens (Llama 4)."""
+    dense_d_ff: int | None = None
+    """Hidden width of the MLP of layers without experts; that of an expert if not given."""
     dispatch: Dispatch = may_differ("auto")
     """How tokens reach experts on other devices: all_reduce, or all_to_all, which sends less where
     there are more devices than experts per token."""
@@ -151,14 +163,18 @@ class ExpertsConfig:
 
     def __post_init__(self) -> None:
         configuration.check(self, "experts.")
-        configuration.check_positive(self, "experts.", "num_experts", "bias_rate", "scale")
+        configuration.check_positive(
+            self, "experts.", "num_experts", "bias_rate", "scale", "num_groups", "groups_per_token"
+        )
+        configuration.check_positive(self, "experts.", "group_score", "interval", "dense_d_ff")
         require(self.num_shared >= 0, f"experts.num_shared={self.num_shared}: must be 0 at least")
         require(self.buffer >= 1, f"experts.buffer={self.buffer}: must be 1 at least")
         require(
             self.num_shared > 0 or not self.shared_gate,
             "experts.shared_gate=True: is for shared experts; set experts.num_shared",
         )
-        for name in ("router", "bias_rate", "scale", "num_shared"):
+        names = ("router", "bias_rate", "scale", "num_shared", "num_groups", "first_dense")
+        for name in (*names, "interval", "dense_d_ff"):
             value = getattr(self, name)
             require(
                 self.num_experts is not None or value == getattr(ExpertsConfig, name),
@@ -168,6 +184,29 @@ class ExpertsConfig:
             self.num_experts is None or 0 < self.per_token <= self.num_experts,
             f"experts.per_token={self.per_token}: must be in 1 to experts.num_experts="
             f"{self.num_experts}",
+        )
+        require(
+            self.first_dense >= 0, f"experts.first_dense={self.first_dense}: must be 0 at least"
+        )
+        if self.num_groups > 1:
+            self._check_groups(self.num_experts or 0)
+
+    def _check_groups(self, num_experts: int) -> None:
+        size, groups = num_experts // self.num_groups, self.groups_per_token
+        require(
+            num_experts % self.num_groups == 0,
+            f"experts.num_groups={self.num_groups} does not divide experts.num_experts="
+            f"{num_experts}",
+        )
+        require(
+            groups <= self.num_groups and self.per_token <= groups * size,
+            f"experts.groups_per_token={groups}: must be in 1 to experts.num_groups="
+            f"{self.num_groups}, and their experts, {groups * size}, enough for experts.per_token="
+            f"{self.per_token}",
+        )
+        require(
+            self.group_score <= size,
+            f"experts.group_score={self.group_score}: must be in 1 to the {size} of a group",
         )
 
 
@@ -236,10 +275,10 @@ class Config:
     d_ff: int | None = None
     """Hidden width of the MLP; 4 d_model if not given, and 8/3 of it (rounded up) when gated."""
     mlp: MLPKind | Literal["none"] = "swiglu"
-    """Kind of MLP: gated by SiLU, gated by GELU (geglu), or plain, with that activation; with none
-    a layer is its mixer alone (Mamba-2)."""
+    """Kind of MLP: gated by SiLU (swiglu; swiglu_clamped of gpt-oss has bounds), gated by GELU
+    (geglu), or plain, with that activation; with none a layer is its mixer alone (Mamba-2)."""
     bias: bool = False
-    """Biases in the projections of attention and MLPs (and in LayerNorm)."""
+    """Biases in the projections of attention, MLPs and routers (and in LayerNorm)."""
     max_seq_len: int = 2048
     """Longest sequence; learned positions have a table of that many rows."""
     causal: bool = True
@@ -274,9 +313,14 @@ class Config:
         configuration.check_ids("eos_ids", self.eos_ids, self.vocab_size)
         require(0 <= self.dropout < 1, f"dropout={self.dropout}: must be in [0, 1)")
         require(
-            self.experts.num_experts is None or (self.gated and not self.bias),
-            f"experts.num_experts={self.experts.num_experts}: experts are gated MLPs without "
-            f"biases, and mlp={self.mlp!r}, bias={self.bias}",
+            self.experts.num_experts is None or self.gated,
+            f"experts.num_experts={self.experts.num_experts}: experts are gated MLPs, and mlp="
+            f"{self.mlp!r}",
+        )
+        require(
+            self.experts.num_experts is None or any(self.has_experts),
+            f"experts.first_dense={self.experts.first_dense} and experts.interval="
+            f"{self.experts.interval} leave none of num_layers={self.num_layers} with experts",
         )
         require(
             self.mlp != "none" or self.d_ff is None,
@@ -286,7 +330,9 @@ class Config:
         missing = [] if "attention" in self.mixers else ["query", "key", "value", "attention"]
         if self.mlp == "none":
             missing += ["mlp_input"]
-        if self.mlp == "none" or (self.experts.num_experts and not self.experts.num_shared):
+        if not {"shared_mlp", "dense_mlp"} & self.parts.keys() and (
+            self.mlp == "none" or self.experts.num_experts
+        ):
             missing += ["mlp_hidden"]
         Kept.of(self.remat, [name for name in NAMES if name not in missing])
 
@@ -347,9 +393,20 @@ class Config:
         return self.mlp in GATED_MLPS
 
     @property
-    def activation(self) -> Callable[[Array], Array]:
-        """The activation of the MLP, or of its gate."""
-        return ACTIVATIONS[GATED_MLPS.get(self.mlp, self.mlp)]
+    def dense_size(self) -> int:
+        """Hidden width of the MLP of layers without experts, given or derived."""
+        return self.experts.dense_d_ff or self.hidden_size
+
+    @property
+    def has_experts(self) -> tuple[bool, ...]:
+        """Whether each layer has experts."""
+        experts = self.experts
+        return tuple(
+            experts.num_experts is not None
+            and index >= experts.first_dense
+            and (index + 1) % experts.interval == 0
+            for index in range(self.num_layers)
+        )
 
     @property
     def num_parts(self) -> int:
@@ -361,11 +418,12 @@ class Config:
         """The kinds of layers that take turns: attention is global where there is no window."""
         windows = ("global",) if self.attention.window is None else self.attention.window_pattern
         mixers = self.mixer.pattern
+        turns = math.lcm(len(windows), len(mixers), self.experts.interval)
         return tuple(
             windows[index % len(windows)]
             if mixers[index % len(mixers)] == "attention"
             else "recurrent"
-            for index in range(math.lcm(len(windows), len(mixers)))
+            for index in range(turns)
         )
 
     @property
@@ -375,9 +433,26 @@ class Config:
         return tuple(kinds[index % len(kinds)] for index in range(self.num_layers))
 
     @property
-    def own(self) -> tuple[str, ...]:
-        """The field of `Block` that the layers of each turn alone have, for `scan_layers`."""
-        return tuple(map(mixer_of, self.layer_kinds))
+    def parts(self) -> dict[str, tuple[int, ...]]:
+        """The layers that have each part, by its field of `Block`."""
+        mixers, experts = self.mixers, self.has_experts
+        has: dict[str, Sequence[bool]] = {
+            name: [x == name for x in mixers] for name in ("attention", "recurrence")
+        }
+        if self.experts.num_experts is not None:
+            has |= {"mlp": experts, "dense_mlp": [not x for x in experts]}
+            has |= {"shared_mlp": experts} if self.experts.num_shared else {}
+            has |= {"shared_gate": experts} if self.experts.shared_gate else {}
+        elif self.mlp != "none":
+            has["mlp"] = [True] * self.num_layers
+        found = {name: tuple(i for i, x in enumerate(each) if x) for name, each in has.items()}
+        return {name: layers for name, layers in found.items() if layers}
+
+    @property
+    def own(self) -> dict[str, tuple[int, ...]]:
+        """The layers that have a part, of those parts that not all have, for `scan_layers`."""
+        parts = self.parts.items()
+        return {name: layers for name, layers in parts if len(layers) < self.num_layers}
 
     @property
     def mixers(self) -> tuple[str, ...]:
@@ -411,11 +486,13 @@ def num_flops_per_token(config: Config, seq_len: int) -> float:
         chunk = min(settings.chunk_size, seq_len)
         per_layer = num_products(settings, width, width, chunk)
         weights += config.mixers.count("recurrence") * per_layer
-    mlp_weights = config.d_model * config.hidden_size * (3 if config.gated else 2)
-    if config.experts.num_experts is not None:
-        mlp_weights *= config.experts.per_token + config.experts.num_shared
-        mlp_weights += config.d_model * (config.experts.num_experts + config.experts.shared_gate)
-    weights += 0 if config.mlp == "none" else config.num_layers * mlp_weights
+    one, experts = config.d_model * (3 if config.gated else 2), config.experts
+    with_experts = config.has_experts.count(True)
+    of_experts = one * config.hidden_size * (experts.per_token + experts.num_shared)
+    of_experts += config.d_model * ((experts.num_experts or 0) + experts.shared_gate)
+    if config.mlp != "none":
+        dense = (config.num_layers - with_experts) * one * config.dense_size
+        weights += dense + with_experts * of_experts
     weights += config.d_model * config.vocab_size
 
     def visible(window: int | None) -> float:

@@ -81,7 +81,7 @@ class _Split(NamedTuple):
 def apply_experts(
     experts: Experts,
     routed: Routed,
-    matrices: tuple[Array, Array, Array],
+    matrices: tuple[Array, ...],
     *,
     dispatch: Dispatch,
     buffer: float,
@@ -89,7 +89,8 @@ def apply_experts(
     """The weighted sum of each token's experts, which lie on the devices as `unshard` leaves them.
 
     `experts(rows, *matrices, sizes)` multiplies rows in the order of a device's own experts, as
-    many of each as `sizes` says. XLA does not split that by itself.
+    many of each as `sizes` says. XLA does not split that by itself. `matrices` are those of the
+    gate, the other features and the output, and perhaps the biases of the first two.
     """
     if not is_sharding():
         return _for_all(experts, 0, routed, matrices)
@@ -105,7 +106,7 @@ def apply_experts(
         dispatch = "all_reduce"
     dispatch = dispatch_for(dispatch, parts, routed.chosen.shape[-1], device_kind())
 
-    def local(routed: Routed, matrices: tuple[Array, Array, Array]) -> Array:
+    def local(routed: Routed, matrices: tuple[Array, ...]) -> Array:
         if dispatch == "all_to_all":
             y_BTE = _by_all_to_all(experts, routed, matrices, mesh, split, buffer)
         else:
@@ -113,10 +114,11 @@ def apply_experts(
         return y_BTE[None]
 
     up, down = PartitionSpec(on, None, hidden), PartitionSpec(on, hidden, None)
+    biases = (PartitionSpec(on, hidden),) * (len(matrices) - 3)
     # The kernel's results do not say over which axes they vary, which the check would ask for.
     y_SBTE = jax.shard_map(
         local,
-        in_specs=(tokens, (up, up, down)),
+        in_specs=(tokens, (up, up, down, *biases)),
         out_specs=PartitionSpec(added or None, *tokens),
         check_vma=False,
     )(routed, matrices)
@@ -145,7 +147,7 @@ def dispatch_for(dispatch: Dispatch, parts: int, choices: int, kind: str) -> Dis
 
 
 def _by_all_reduce(
-    experts: Experts, routed: Routed, matrices: tuple[Array, Array, Array], split: _Split
+    experts: Experts, routed: Routed, matrices: tuple[Array, ...], split: _Split
 ) -> Float[Array, "batch seq embed"]:
     """A device's experts for the tokens of all devices that it exchanges with."""
     first = jax.lax.axis_index(split.axes) * matrices[0].shape[0] if split.axes else 0
@@ -163,7 +165,7 @@ def _for_all(
     experts: Experts,
     first_expert: Int[Array, ""] | int,
     routed: Routed,
-    matrices: tuple[Array, Array, Array],
+    matrices: tuple[Array, ...],
 ) -> Float[Array, "batch seq embed"]:
     """The weighted outputs of the experts from `first_expert` on, summed per token."""
     x_BTE, _, chosen_BTC = routed
@@ -184,7 +186,7 @@ def _for_all(
 def _by_all_to_all(
     experts: Experts,
     routed: Routed,
-    matrices: tuple[Array, Array, Array],
+    matrices: tuple[Array, ...],
     mesh: AbstractMesh,
     split: _Split,
     buffer: float,
@@ -234,7 +236,7 @@ def _by_all_to_all(
 def _one_round(
     experts: Experts,
     routed: Routed,
-    matrices: tuple[Array, Array, Array],
+    matrices: tuple[Array, ...],
     split: _Split,
     parts: int,
     others: int,

@@ -196,14 +196,15 @@ def through_blocks(
         x_BTE, balance = block(
             x_BTE, segment_ids, rotary, window, layer_key, weights_BT=weights, marks=marks
         )
-        return x_BTE, jax.tree.map(jnp.add, so_far, balance)
+        return x_BTE, so_far if balance is None else jax.tree.map(jnp.add, so_far, balance)
 
     x_BTE, balance = scan_layers(
         [partial(layer, kind) for kind in config.layer_kinds],
         blocks,
         (x_BTE, balance),
         own=config.own,
+        first=config.experts.first_dense,
         policy=config.remat,
         scan=config.scan_layers,
     )
-    return x_BTE, jax.tree.map(lambda sum_B: sum_B / config.num_layers, balance)
+    return x_BTE, jax.tree.map(lambda sum_B: sum_B / config.has_experts.count(True), balance)

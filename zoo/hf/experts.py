@@ -1,0 +1,178 @@
+"""The model types with experts in the MLP's place: of Qwen, OLMo, Granite, GLM and Ernie."""
+
+# ruff: noqa: D102 (`Rule` documents the methods of all rules)
+
+from dataclasses import dataclass
+from typing import Any
+
+from zoo.hf.delta_nets import SHARED_EXPERT, SharedExperts
+from zoo.hf.family import LOAD_BIAS_RATE
+from zoo.hf.llamas import DENSE, QWEN3_EXPERTS, SILU, NumExperts, decoder, layer, sizes
+from zoo.hf.mambas import GRANITE_EXPERTS, Inverse
+from zoo.hf.rules import Choice, Fields, Fixed, OptionalLayerTypes, Rotary, Rule, Same, words
+
+
+@dataclass(frozen=True)
+class FirstDense(Rule):
+    """How many layers come before those with experts; their MLP has `intermediate_size`."""
+
+    theirs: str = "first_k_dense_replace"
+    default: int = 0
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        width = fields.take("intermediate_size", None)
+        return {"experts.first_dense": fields.take(self.theirs, self.default)} | (
+            {} if width is None else {"experts.dense_d_ff": width}
+        )
+
+    def write(self, config: Any) -> dict[str, Any]:
+        return {self.theirs: config.experts.first_dense, "intermediate_size": config.dense_size}
+
+
+@dataclass(frozen=True)
+class SparseSteps(FirstDense):
+    """Qwen's: experts in each `decoder_sparse_step`-th layer, except in `mlp_only_layers`."""
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        dense = fields.take("mlp_only_layers", None) or []
+        if sorted(dense) != [*range(len(dense))]:
+            raise fields.refusal(f"mlp_only_layers={dense!r} is not supported, only first layers")
+        found = {"experts.interval": fields.take("decoder_sparse_step", 1)}
+        return super().read(fields) | found | {"experts.first_dense": len(dense)}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        return {
+            "mlp_only_layers": [*range(config.experts.first_dense)],
+            "decoder_sparse_step": config.experts.interval,
+            "intermediate_size": config.dense_size,
+        }
+
+
+@dataclass(frozen=True)
+class Span(FirstDense):
+    """Ernie's: experts in each `moe_layer_interval`-th layer from the first such layer to a last.
+
+    The last one has to be that of the model.
+    """
+
+    theirs: str = "moe_layer_start_index"
+    default: int = 1
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        last = fields.take("moe_layer_end_index", -1)
+        if last not in (-1, fields.values.get("num_hidden_layers", 0) - 1):
+            raise fields.refusal(f"moe_layer_end_index={last!r} is not supported, only the last")
+        return super().read(fields) | {"experts.interval": fields.take("moe_layer_interval", 1)}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        span = {"moe_layer_interval": config.experts.interval}
+        return super().write(config) | span | {"moe_layer_end_index": config.num_layers - 1}
+
+
+DENSE_MLP = layer(
+    """
+    blocks.dense_mlp.w_gate  mlp.gate_proj.weight  mlp embed
+    blocks.dense_mlp.w_up    mlp.up_proj.weight    mlp embed
+    blocks.dense_mlp.w_down  mlp.down_proj.weight  embed mlp
+    """
+)
+SHARED_EXPERTS = DENSE_MLP | layer(
+    """
+    blocks.shared_mlp.w_gate  mlp.shared_experts.gate_proj.weight  mlp embed
+    blocks.shared_mlp.w_up    mlp.shared_experts.up_proj.weight    mlp embed
+    blocks.shared_mlp.w_down  mlp.shared_experts.down_proj.weight  embed mlp
+    """
+)
+LOAD_BIAS = layer("blocks.mlp.bias.value  mlp.gate.e_score_correction_bias")
+SPARSE_STEPS = (
+    Same("norm_topk_prob", "experts.normalize", False),
+    SparseSteps(),
+)
+# DeepSeek-V3's router: sigmoids, a bias for the choice, and groups.
+DEEPSEEK_ROUTER = {"experts.router": "sigmoid", "experts.bias_rate": LOAD_BIAS_RATE}
+
+
+def deepseek_experts(
+    experts: int, shared: int, dense: int, groups: tuple[int | None, int | None], scale: float
+) -> tuple[Rule, ...]:
+    """The fields of DeepSeek's experts, given the defaults that differ."""
+    return (
+        NumExperts(("n_routed_experts", "num_local_experts", "num_experts"), experts),
+        Same("num_experts_per_tok", "experts.per_token", 8),
+        Same("n_shared_experts", "experts.num_shared", shared),
+        Same("routed_scaling_factor", "experts.scale", scale),
+        Same("n_group", "experts.num_groups", groups[0]),
+        Same("topk_group", "experts.groups_per_token", groups[1]),
+        FirstDense(default=dense),
+        Fixed("moe_layer_freq", 1, written=False),
+    )
+
+
+QWEN2_MOE = decoder(
+    model_type="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    rules=(
+        *sizes(hidden="moe_intermediate_size"),
+        SILU,
+        Rotary(max_seq_len=32768),
+        Fixed("use_sliding_window", False),
+        OptionalLayerTypes(),
+        NumExperts(("num_experts", "num_local_experts"), 60),
+        Same("num_experts_per_tok", "experts.per_token", 4),
+        SharedExperts("shared_expert_intermediate_size", 5632),
+        *SPARSE_STEPS,
+        Same("qkv_bias", "attention.qkv_bias", True),
+    ),
+    always={"experts.shared_gate": True},
+    tensors=DENSE | DENSE_MLP | QWEN3_EXPERTS | SHARED_EXPERT,
+)
+OLMOE = decoder(
+    model_type="olmoe",
+    architecture="OlmoeForCausalLM",
+    rules=(
+        *sizes(eps=1e-5),
+        SILU,
+        Rotary(max_seq_len=4096),
+        NumExperts(("num_experts", "num_local_experts"), 64),
+        Same("num_experts_per_tok", "experts.per_token", 8),
+        Same("norm_topk_prob", "experts.normalize", False),
+        Fixed("clip_qkv", None),
+        Fixed("attention_bias", False),
+    ),
+    always={"attention.qk_norm": "across_heads"},
+    tensors=DENSE | QWEN3_EXPERTS,
+)
+GRANITE_MOE = decoder(
+    model_type="granitemoe",
+    architecture="GraniteMoeForCausalLM",
+    rules=(
+        *sizes(),
+        SILU,
+        Rotary(),
+        NumExperts(("num_local_experts",), 8),
+        Same("num_experts_per_tok", "experts.per_token", 2),
+        Same("embedding_multiplier", "residual.embedding_multiplier", 1.0),
+        Same("residual_multiplier", "residual.multiplier", 1.0),
+        Same("attention_multiplier", "attention.scale", 1.0),
+        Inverse("logits_scaling", "logit_multiplier"),
+        Fixed("attention_bias", False),
+    ),
+    tensors=DENSE | GRANITE_EXPERTS,
+)
+GLM4_MOE = decoder(
+    model_type="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    rules=(
+        *sizes(eps=1e-5, kv_heads=8, hidden="moe_intermediate_size"),
+        SILU,
+        Rotary(max_seq_len=131072, fraction=0.5),
+        *deepseek_experts(128, 1, 1, (1, 1), 1.0),
+        Same("norm_topk_prob", "experts.normalize", True),
+        Same("attention_bias", "attention.qkv_bias", False),
+        Choice("use_qk_norm", "attention.qk_norm", {False: "none", True: "per_head"}, False),
+    ),
+    always=DEEPSEEK_ROUTER,
+    tensors=DENSE | SHARED_EXPERTS | QWEN3_EXPERTS | LOAD_BIAS,
+    ignored=words("num_nextn_predict_layers num_mtp_layers"),
+    left_out={"model.layers.{num_layers}.": "heads of multi-token prediction"},
+)
