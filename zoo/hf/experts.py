@@ -30,7 +30,7 @@ class FirstDense(Rule):
 
 
 @dataclass(frozen=True)
-class SparseSteps(FirstDense):
+class Interval(FirstDense):
     """Qwen's: experts in each `decoder_sparse_step`-th layer, except in `mlp_only_layers`."""
 
     def read(self, fields: Fields) -> dict[str, Any]:
@@ -84,9 +84,9 @@ SHARED_EXPERTS = DENSE_MLP | layer(
     """
 )
 LOAD_BIAS = layer("blocks.mlp.bias.value  mlp.gate.e_score_correction_bias")
-SPARSE_STEPS = (
+INTERVAL = (
     Same("norm_topk_prob", "experts.normalize", False),
-    SparseSteps(),
+    Interval(),
 )
 # DeepSeek-V3's router: sigmoids, a bias for the choice, and groups.
 DEEPSEEK_ROUTER = {"experts.router": "sigmoid", "experts.bias_rate": LOAD_BIAS_RATE}
@@ -120,7 +120,7 @@ QWEN2_MOE = decoder(
         NumExperts(("num_experts", "num_local_experts"), 60),
         Same("num_experts_per_tok", "experts.per_token", 4),
         SharedExperts("shared_expert_intermediate_size", 5632),
-        *SPARSE_STEPS,
+        *INTERVAL,
         Same("qkv_bias", "attention.qkv_bias", True),
     ),
     always={"experts.shared_gate": True},

@@ -7,7 +7,7 @@ import dataclasses
 
 from zoo import bert, transformer
 from zoo.hf.delta_nets import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
-from zoo.hf.experts import DENSE_MLP, GLM4_MOE, GRANITE_MOE, OLMOE, QWEN2_MOE, SPARSE_STEPS
+from zoo.hf.experts import DENSE_MLP, GLM4_MOE, GRANITE_MOE, OLMOE, QWEN2_MOE, INTERVAL
 from zoo.hf.family import Family, canonical, table
 from zoo.hf.llamas import (
     BOTH_NORMS,
@@ -157,7 +157,7 @@ QWEN3_MOE = decoder(
         OptionalLayerTypes(all_layers=True),
         NumExperts(("num_experts", "num_local_experts"), 128),
         Same("num_experts_per_tok", "experts.per_token", 8),
-        *SPARSE_STEPS,
+        *INTERVAL,
         Fixed("attention_bias", False),
     ),
     always={"attention.qk_norm": "per_head"},

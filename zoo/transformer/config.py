@@ -450,7 +450,7 @@ class Config:
 
     @property
     def own(self) -> dict[str, tuple[int, ...]]:
-        """The layers that have a part, of those parts that not all have, for `scan_layers`."""
+        """The layers that have each part that not all have, for `scan_layers`."""
         parts = self.parts.items()
         return {name: layers for name, layers in parts if len(layers) < self.num_layers}
 
