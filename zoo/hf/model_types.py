@@ -7,7 +7,7 @@ import dataclasses
 
 from zoo import bert, transformer
 from zoo.hf.delta_nets import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
-from zoo.hf.experts import DENSE_MLP, GLM4_MOE, GRANITE_MOE, OLMOE, QWEN2_MOE, INTERVAL
+from zoo.hf.experts import DENSE_MLP, GLM4_MOE, GRANITE_MOE, INTERVAL, OLMOE, QWEN2_MOE
 from zoo.hf.family import Family, canonical, table
 from zoo.hf.llamas import (
     BOTH_NORMS,

@@ -151,7 +151,7 @@ def scan_layers(
     def each(
         arrays: PyTree, carry: PyTree, start: int, stop: int, index: Any, in_scan: bool = False
     ) -> PyTree:
-        """Run layers from `start` on, or others of the same structure; `index` is the first one's."""
+        """Run layers like those from `start` on; `index` is the first one's."""
         parts = {x: [i - start for i in y if start <= i < stop] for x, y in own.items()}
         for turn, layer in enumerate(apart(arrays, parts, stop - start)):
             carry = one(start + turn, in_scan)(layer, carry, jnp.asarray(index + turn))
