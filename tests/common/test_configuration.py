@@ -290,7 +290,7 @@ OF_A_RUN = """run_dir steps mesh on_nonfinite log_every eval_every eval_batches
 OF_TEXT = "sample_tokens sample_every data.files data.cache data.special_tokens"
 MAY_DIFFER = {
     recipes.lm: f"""{OF_A_RUN} {OF_TEXT} model.attention.kernel model.remat
-        model.scan_layers model.experts.dispatch model.experts.buffer model.eos_ids
+        model.scan_layers model.experts.dispatch model.experts.buffer model.eos_ids model.origin
         model.mixer.recurrence.chunk""",
     recipes.rnn: f"""{OF_A_RUN} {OF_TEXT} model.remat model.implementation model.hoist model.unroll
         model.recurrence.chunk model.eos_ids""",

@@ -42,6 +42,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 LINEAR = {"rope_type": "linear", "factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 GEMMA = {"head_dim": 6, "query_pre_attn_scalar": 19, "sliding_window": 5}
 HYBRID = {
     "head_dim": 8,
@@ -96,6 +97,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 10, "rope_theta": 500.0, "rope_scaling": LLAMA3, "tie_word_embeddings": True},
     ),
     "llama_linear": ("LlamaFor", {"hidden_size": 16, "rope_scaling": LINEAR}),
+    "llama_yarn": ("LlamaFor", {"head_dim": 16, "rope_theta": 100.0, "rope_scaling": YARN}),
+    "helium": ("HeliumFor", {"head_dim": 6}),
+    "ernie4_5": ("Ernie4_5For", {"head_dim": 8}),
     "mistral": (
         "MistralFor",
         {"sliding_window": 7, "head_dim": 10, "num_attention_heads": 3, "num_key_value_heads": 1},
@@ -249,21 +253,27 @@ def make(name: str) -> torch.nn.Module:
 def golden(model: torch.nn.Module, is_encoder: bool) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, model.config.vocab_size, (BATCH, SEQ))
-    inputs = {"input_ids": tokens}
+    inputs: dict[str, Any] = {"input_ids": tokens}
     arrays = {"tokens": tokens.astype(np.int32)}
     if is_encoder:
         mask = np.arange(SEQ)[None] < np.array([[SEQ], [SEQ - 9]])
         types = rng.integers(0, model.config.type_vocab_size, (BATCH, SEQ))
         inputs |= {"attention_mask": mask.astype(np.int64), "token_type_ids": types}
         arrays |= {"mask": mask, "token_types": types.astype(np.int32)}
+    inputs = {name: torch.from_numpy(x) for name, x in inputs.items()}
     with torch.no_grad():
-        out = model(**{name: torch.from_numpy(x) for name, x in inputs.items()})
+        out = model(**inputs)
     if is_encoder:
         return arrays | {
             "hidden": out.last_hidden_state.numpy(),
             "pooled": out.pooler_output.numpy(),
         }
-    return arrays | {"logits": out.logits.float().numpy()}
+    arrays["logits"] = out.logits.float().numpy()
+    # Of the sum of the logits, each times a number that the tests draw too.
+    weights = torch.from_numpy(np.random.default_rng(1).normal(size=arrays["logits"].shape))
+    table = model.get_input_embeddings().weight
+    total = (model(**inputs).logits * weights).sum()
+    return arrays | {"gradient": torch.autograd.grad(total, table)[0].float().numpy()}
 
 
 SENTENCES = [

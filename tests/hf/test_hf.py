@@ -38,10 +38,20 @@ def tensors(folder: Path) -> dict[str, np.ndarray]:
 
 
 def outputs(model: Any, golden: Any) -> dict[str, Any]:
+    tokens = jnp.asarray(golden["tokens"])
+    if "gradient" in golden:
+        weights = np.random.default_rng(1).normal(size=golden["logits"].shape)
+
+        def total(table: Any) -> tuple[Any, Any]:
+            logits = eqx.tree_at(lambda model: model.embedding.weight, model, table)(tokens)
+            return (logits * jnp.asarray(weights, jnp.float32)).sum(), logits
+
+        gradient, logits = jax.jit(jax.grad(total, has_aux=True))(model.embedding.weight)
+        return {"logits": logits, "gradient": gradient}
     if "logits" in golden:
-        return {"logits": eqx.filter_jit(model)(jnp.asarray(golden["tokens"]))}
+        return {"logits": eqx.filter_jit(model)(tokens)}
     inputs = {name: jnp.asarray(golden[name]) for name in ("token_types", "mask")}
-    hidden = eqx.filter_jit(model)(jnp.asarray(golden["tokens"]), **inputs)
+    hidden = eqx.filter_jit(model)(tokens, **inputs)
     return {"hidden": hidden, "pooled": model.pooled(hidden)}
 
 
@@ -53,7 +63,8 @@ def test_outputs_match_transformers(name: str):
         want = golden[output]
         difference = np.abs(np.asarray(got) - want)
         difference = difference[seen] if want.ndim == 3 else difference
-        assert difference.max() < 1e-4, output
+        largest = np.abs(want).max() if output == "gradient" else 1.0
+        assert difference.max() < 1e-4 * largest, output
         assert np.abs(want).max() > (0.9 if output == "pooled" else 3)
 
 

@@ -87,11 +87,10 @@ def some_slow(names, *slow: str) -> list:
     return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]
 
 
-def sums_of_peft(name: str) -> dict[str, np.ndarray]:
+def sums_of_peft(folder: Path, base: Path) -> dict[str, np.ndarray]:
     """The modules' weights with PEFT's adapters, by the formulas and the files alone."""
-    folder = GOLDEN / "peft" / name
     values = json.loads((folder / CONFIG).read_text())
-    weights = safetensors.numpy.load_file(base_of(name) / "model.safetensors")
+    weights = safetensors.numpy.load_file(base / "model.safetensors")
     tensors = safetensors.numpy.load_file(folder / WEIGHTS)
     found = {}
     for key, down in tensors.items():
@@ -120,7 +119,7 @@ def test_adapters_of_peft_are_merged_by_its_formulas(name: str, tmp_path: Path):
     zoo.save(tmp_path / "merged", merged, format="hf")
     written = safetensors.numpy.load_file(tmp_path / "merged" / "model.safetensors")
     before = safetensors.numpy.load_file(base_of(name) / "model.safetensors")
-    wanted = sums_of_peft(name)
+    wanted = sums_of_peft(GOLDEN / "peft" / name, base_of(name))
     assert written.keys() == wanted.keys()
     assert sum(np.abs(wanted[key] - before[key]).max() > 0.1 for key in wanted) >= 2
     for key, value in wanted.items():
@@ -186,6 +185,30 @@ def test_families_name_their_modules(family: str, tmp_path: Path):
     for path in config.targets:
         assert np.abs(merged[path] - before[path]).max() > 0.1
         np.testing.assert_allclose(found[path], merged[path], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "dora"),
+    [
+        ("helium", ("q_proj", "o_proj"), True),  # rotary pairs in another order
+        ("qwen3_next", ("q_proj", "k_proj"), False),  # heads' queries and gates in turn
+    ],
+)
+def test_rows_in_another_order_have_the_adapters_of_peft(
+    family: str, targets: tuple, dora: bool, tmp_path: Path
+):
+    base = GOLDEN / "hf" / family
+    model = zoo.load(base)
+    adapted = drawn(model, with_paths(lora.Config(2, 3.0, targets, dora=dora), model))
+    zoo.save_adapters(tmp_path / "adapters", adapted, base=base)
+    merged = merge(adapted)
+    zoo.save(tmp_path / "merged", merged, format="hf")  # as the type that it came from
+    written = safetensors.numpy.load_file(tmp_path / "merged" / "model.safetensors")
+    for key, value in sums_of_peft(tmp_path / "adapters", base).items():
+        np.testing.assert_allclose(written[key], value, rtol=1e-5, atol=1e-5, err_msg=key)
+    again = arrays(merge(zoo.load(tmp_path / "adapters")))
+    for path, value in arrays(merged).items():
+        np.testing.assert_allclose(again[path], value, atol=1e-6, err_msg=path)
 
 
 def test_adapters_that_peft_has_not_are_refused(tmp_path: Path):

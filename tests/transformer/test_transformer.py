@@ -218,6 +218,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "mlp": "gelu_erf",
         "positions.scaling": RopeScaling(8.0, 1.0, 4.0, 16),
     },
+    "long rows": {
+        "attention.head_dim": 4,
+        "positions.scaling": RopeScaling(
+            short_factors=(1.0, 2.0), long_factors=(3.0, 9.0), original_max_seq_len=8
+        ),
+    },
     "experts": {"experts.num_experts": 4, "experts.per_token": 2, "d_ff": 12},
 }
 
@@ -333,6 +339,15 @@ def test_invalid_rope_scaling_names_the_field():
         RopeScaling(8.0, low_freq_factor=1.0)
     with pytest.raises(ValueError, match=r"positions\.scaling\.high_freq_factor=0\.0"):
         RopeScaling(8.0, high_freq_factor=0.0)
+    with pytest.raises(ValueError, match=r"positions\.scaling\.ramp='yarn': needs low"):
+        RopeScaling(8.0, ramp="yarn")
+    with pytest.raises(ValueError, match=r"short_factors=\(2\.0,\) and factor=8\.0"):
+        RopeScaling(8.0, short_factors=(2.0,), long_factors=(3.0,), original_max_seq_len=4)
+    with pytest.raises(ValueError, match=r"long_factors=\(\): give as many"):
+        RopeScaling(short_factors=(2.0,), original_max_seq_len=4)
+    scaling = RopeScaling(short_factors=(2.0,), long_factors=(3.0,), original_max_seq_len=4)
+    with pytest.raises(ValueError, match="short_factors has 1 numbers, and a head 4 pairs"):
+        small_config(**{"positions.scaling": scaling, "attention.head_dim": 8})
 
 
 def test_sequences_beyond_learned_positions_are_refused():

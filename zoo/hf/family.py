@@ -41,7 +41,7 @@ class Tensor:
     names ("" if they are the same); a dot joins axes of the parameter that are one of the tensor:
     "heads.head_dim embed"; 1 is an axis of one element. `part` = (i, n): the parameter is the i-th
     of n along the axis `part`. `rows` = (name, i): the parameter has the i-th share of the tensor's
-    rows, by the family's split of that name.
+    rows, by the family's split of that name; a split of one share gives another order of the rows.
     """
 
     name: str
@@ -129,6 +129,11 @@ class Layout:
         return found
 
     @property
+    def has_all_rows(self) -> bool:
+        """Whether no other parameter has rows of its tensors; they may be in another order."""
+        return self.own_rows is None or len(self.own_rows) == self._num_rows
+
+    @property
     def tensor_shape(self) -> tuple[int, ...]:
         """The shape of each of the tensors."""
         shape = tuple(math.prod(self._size(axis) for axis in group) for group in self.factors)
@@ -184,12 +189,12 @@ class Layout:
         return tuple(index.get(axis, slice(None)) for axis in self.axes)
 
     def _rows(self, read: Callable[[str, Index], np.ndarray], name: str, at: Index) -> np.ndarray:
-        """A slice of the parameter's own rows of a tensor, run by run."""
+        """A slice of the parameter's own rows of a tensor."""
         if self.own_rows is None:
             return read(name, at)
         rows = self.own_rows[at[0]]
-        runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
-        return np.concatenate([read(name, (slice(x[0], x[-1] + 1), *at[1:])) for x in runs])
+        first = rows.min()
+        return read(name, (slice(first, rows.max() + 1), *at[1:]))[rows - first]
 
     def _indices(self, ranges: Mapping[str, Range]) -> Iterator[dict[str, int]]:
         """The numbers of each tensor within the ranges."""
@@ -374,7 +379,7 @@ def canonical(config: transformer.Config) -> transformer.Config:
     }
     if "recurrent" not in pattern:
         changes["attention.window_pattern"] = shortest(pattern)
-    stretched = config.positions.scaling.factor != 1
+    stretched = not config.positions.scaling.is_none
     if config.attention.scale == config.head_size**-0.5:
         changes["attention.scale"] = None
     if config.positions.local_theta == config.positions.theta and not stretched:

@@ -4,6 +4,7 @@ import json
 import logging
 import re
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -246,7 +247,15 @@ def _family(folder: Path, values: dict, ignore: Collection[str] | None = ()) -> 
         raise PublishError(f"{where}: model_type {kind!r} is unknown; known are {known}. {remedy}")
     family = MODEL_TYPES[kind]
     given = {x: values[x] for x in values if x != quantization.FIELD}
-    return family, family.read(given, where, ignore)
+    return family, _with_origin(family, family.read(given, where, ignore))
+
+
+def _with_origin(family: Family, config: Any) -> Any:
+    """The configuration, which names its family where an export would choose another."""
+    if not hasattr(config, "origin"):
+        return config
+    fits = (x for x in MODEL_TYPES.values() if x is family or not x.difference(config))
+    return config if next(fits) is family else replace(config, origin=family.model_type)
 
 
 def _given(values: dict, *names: str) -> dict:
@@ -279,11 +288,14 @@ def _open(
 def family_of(model: PyTree, prefer: str | None = None) -> Family:
     """The family of a model, or of its skeleton; of several that have it, the one to prefer.
 
+    That is the one that it came from, if none is given.
+
     Raises:
         PublishError: no family has such a model; the message names the nearest family.
     """
     config = getattr(model, "config", None)
     differences: dict[str, list[str]] = {}
+    prefer = prefer or getattr(config, "origin", None)
     for kind in sorted(MODEL_TYPES, key=lambda kind: kind != prefer):
         if isinstance(model, MODEL_TYPES[kind].model):
             differences[kind] = MODEL_TYPES[kind].difference(config)

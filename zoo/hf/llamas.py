@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from zoo import transformer
 from zoo.common import configuration
 from zoo.hf.family import Family, canonical, table
@@ -82,6 +84,28 @@ QWEN3_EXPERTS = layer(
     blocks.mlp.w_down  mlp.experts.{experts}.down_proj.weight embed mlp
     """
 )
+
+
+def _paired(config: transformer.Config, heads: int) -> list[np.ndarray]:
+    """Rows of heads whose rotary pairs lie side by side there, and half a head apart here."""
+    rows, size = np.arange(heads * config.head_size).reshape(heads, -1), config.rotary_size
+    pairs = rows[:, :size].reshape(heads, -1, 2).swapaxes(1, 2).reshape(heads, -1)
+    return [np.concatenate([pairs, rows[:, size:]], axis=1).ravel()]
+
+
+# Interleaved rotary positions: the checkpoint's rows in the order of the zoo's.
+INTERLEAVED = layer(
+    """
+    blocks.attention.wq  self_attn.q_proj.weight  heads.head_dim embed     pairs_q:0
+    blocks.attention.wk  self_attn.k_proj.weight  kv_heads.head_dim embed  pairs_k:0
+    blocks.attention.bq  self_attn.q_proj.bias    heads.head_dim           pairs_q:0
+    blocks.attention.bk  self_attn.k_proj.bias    kv_heads.head_dim        pairs_k:0
+    """
+)
+PAIRS = {
+    "pairs_q": lambda config: _paired(config, config.num_heads),
+    "pairs_k": lambda config: _paired(config, config.kv_heads),
+}
 
 decoder = partial(  # a family with Llama's names
     Family,

@@ -51,15 +51,17 @@ def layout(path: str, linear: Linear, field: str, rank: int, prefix: str) -> Lay
     stacked, axes = linear.stacked, [*linear.sizes]
     inside = [axis for axis in axes if axis in linear.inputs.split(".")]
     outside = [axis for axis in axes if axis in linear.outputs.split(".")]
-    ours, theirs, part = {
-        "down": ([*inside, "rank"], f"rank {linear.inputs}", None),
-        "up": (["rank", *outside], f"{linear.outputs} rank", linear.part),
-        "magnitude": (outside, linear.outputs, linear.part),
+    ours, theirs, split = {
+        "down": ([*inside, "rank"], f"rank {linear.inputs}", ()),
+        "up": (["rank", *outside], f"{linear.outputs} rank", linear.split),
+        "magnitude": (outside, linear.outputs, linear.split),
     }[field]
     sizes = {**linear.sizes, "rank": rank}
     names = (*stacked, *ours)
-    tensor = family.Tensor(f"{_ROOT}{linear.module}.{ENDS[field]}", theirs, part)
-    return Layout(path, tuple(sizes[axis] for axis in names), names, tensor, prefix, linear.layers)
+    shape = tuple(sizes[axis] for axis in names)
+    rows = ("", linear.part[0]) if len(split) else None
+    tensor = family.Tensor(f"{_ROOT}{linear.module}.{ENDS[field]}", theirs, rows=rows)
+    return Layout(path, shape, names, tensor, prefix, linear.layers, split)
 
 
 class _Adapters:
@@ -289,16 +291,14 @@ def _tensors(parts: dict[str, tuple[lora.Adapted, Linear]], prefix: str) -> dict
         for field in fields
     }
 
-    def pieces(field: str, at: Mapping[str, int]) -> Iterator[np.ndarray]:
-        for number in range(count):
-            known = number if number in nodes else min(nodes)
-            found, array = places[known, field], getattr(nodes[known], field)
-            values = found.write(at, gathered(array[found.at(at)]))
-            values = values if number in nodes else np.zeros_like(values)
-            if field == "up":
-                before, after = number * one.rank, (count - 1 - number) * one.rank
-                values = np.pad(values, ((0, 0), (before, after)))
-            yield values
+    def whole(field: str, at: Mapping[str, int], shape: tuple, dtype: Any) -> Iterator[np.ndarray]:
+        made = np.zeros(shape, dtype)
+        for number, node in nodes.items():
+            found, ranks = places[number, field], slice(number * one.rank, (number + 1) * one.rank)
+            rows = slice(None) if found.own_rows is None else found.own_rows
+            where = {"down": ranks, "up": (rows, ranks), "magnitude": rows}[field]
+            made[where] = found.write(at, gathered(getattr(node, field)[found.at(at)]))
+        yield made
 
     tensors = {}
     for field in fields:
@@ -307,5 +307,5 @@ def _tensors(parts: dict[str, tuple[lora.Adapted, Linear]], prefix: str) -> dict
         shape = tuple(n * count if i == axis else n for i, n in enumerate(first.tensor_shape))
         dtype = np.result_type(*[getattr(node, field).dtype for node in nodes.values()])
         for name, at in first.names():
-            tensors[name] = Tensor(shape, dtype, partial(pieces, field, at))
+            tensors[name] = Tensor(shape, dtype, partial(whole, field, at, shape, dtype))
     return tensors

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import equinox as eqx
+import numpy as np
 from jaxtyping import PyTree
 
 from zoo.common import configuration
@@ -60,9 +61,11 @@ class Linear:
     is_transposed: bool
     """Whether the weight is stored as [in, out], as a Conv1D's is."""
     part: tuple[int, int]
-    """(i, n): the i-th of n parts of the module's outputs."""
+    """(i, n): the i-th of n matrices in the module."""
     refusal: str
     """Why PEFT's format has no adapter of this matrix; "" if it has."""
+    split: Sequence[np.ndarray] = ()
+    """The numbers of the module's outputs that each matrix has; () if there is one, in order."""
     layers: Sequence[int] | None = None
     """The layers that have the matrix; None if all have it."""
 
@@ -98,6 +101,7 @@ def linears(model: PyTree) -> Linears:
     except PublishError:
         family = None
     places = family.places(plain.config) if family else {}
+    splits = {x: split(plain.config) for x, split in family.splits.items()} if family else {}
     found = {}
 
     def add(path: tuple, names: tuple[str | None, ...], leaf: Any) -> None:
@@ -123,18 +127,23 @@ def linears(model: PyTree) -> Linears:
             refusal = "versions of transformers name experts and their routers differently"
             if family is None:
                 refusal = f"a stack of matrices along {', '.join(stacked)}"
-        elif tensor.rows is not None:
-            refusal = f"{tensor.name} has its rows beside those of other matrices"
         elif "embedding" in key:
             refusal = "an embedding is no Linear"
+        split, part = (), tensor.part or (0, 1)
+        if tensor.rows is not None:
+            split = splits[tensor.rows[0]]
+            part = tensor.rows[1], len(split)
+        elif tensor.part is not None:
+            split = np.split(np.arange(part[1] * math.prod(leaf.shape[outputs[0] :])), part[1])
         found[key] = Linear(
             module=tensor.name.removesuffix(".weight"),
             sizes=dict(zip(axes, leaf.shape, strict=True)),
             inputs=groups[not is_transposed],
-            outputs=groups[is_transposed],
+            outputs=groups[is_transposed].removeprefix("part."),
             is_transposed=is_transposed,
-            part=tensor.part or (0, 1),
+            part=part,
             refusal=refusal,
+            split=split,
             layers=layers_of(getattr(plain, "config", None), key) if family else None,
         )
 

@@ -8,6 +8,7 @@ error: nothing that changes the maths is ignored.
 
 import abc
 import functools
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -171,10 +172,17 @@ class Choice(Rule):
 
 
 _LENGTH = "original_max_position_embeddings"
-_SCALINGS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _LENGTH),
+# The parameters of each type of scaling, and those of the zoo's `RopeScaling`.
+_YARN = {"beta_slow": "low_freq_factor", "beta_fast": "high_freq_factor", "truncate": "truncate"}
+_WAVES = {name: name for name in ("low_freq_factor", "high_freq_factor")}
+_FACTORS_EACH = {"short_factor": "short_factors", "long_factor": "long_factors"}
+_ORIGINAL = {_LENGTH: "original_max_seq_len"}
+_SCALINGS: Mapping[str, Mapping[str, str]] = {
+    "default": {},
+    "linear": {"factor": "factor"},
+    "llama3": {"factor": "factor"} | _WAVES | _ORIGINAL,
+    "yarn": {"factor": "factor"} | _YARN | _ORIGINAL | {"attention_factor": "attention_factor"},
+    "longrope": _FACTORS_EACH | _ORIGINAL | {"attention_factor": "attention_factor"},
 }
 _OF_TEXT = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
 _FACTORS = ("attention_factor", "factor", "partial_rotary_factor")  # of no effect if they are 1
@@ -189,21 +197,44 @@ def _take_scaling(fields: Fields, given: dict[str, Any] | None, max_seq_len: int
     given.pop("type", None)
     given.pop("rope_theta", None)
     if kind not in _SCALINGS:
-        raise fields.refusal(
-            f"rotary positions of type {kind!r} are not supported, only default, linear and llama3"
-        )
-    if kind == "llama3":
-        given.setdefault(_LENGTH, max_seq_len)
+        known = ", ".join(_SCALINGS)
+        raise fields.refusal(f"rotary positions of type {kind!r} are not supported, only {known}")
+    if kind in ("llama3", "yarn", "longrope"):
+        given[_LENGTH] = fields.values.get(_LENGTH, given.get(_LENGTH, max_seq_len))
+    if kind in ("yarn", "longrope"):
+        given = _with_attention_factor(kind, given, max_seq_len)
+    found: dict[str, Any] = {"ramp": "yarn"} if kind == "yarn" else {}
     try:
-        found: dict[str, Any] = {name: float(given.pop(name)) for name in _SCALINGS[kind]}
+        found |= {ours: _number(given.pop(name), ours) for name, ours in _SCALINGS[kind].items()}
     except KeyError as error:
         raise fields.refusal(f"rotary positions of type {kind!r} need {error}") from None
     if any(name not in _FACTORS or x != 1 for name, x in given.items()):
         raise fields.refusal(f"unknown rotary parameters, which may change the maths: {given}")
-    length = found.pop(_LENGTH, None)
-    if length is not None:
-        found["original_max_seq_len"] = int(length) if length.is_integer() else length
     return RopeScaling(**found)
+
+
+def _with_attention_factor(kind: str, given: dict[str, Any], max_seq_len: int) -> dict[str, Any]:
+    """The parameters with the factor that YaRN or LongRoPE has by default, and its defaults."""
+    length = given[_LENGTH]
+    factor = given.get("factor", max_seq_len / length)
+    if kind == "longrope":
+        given = {name: x for name, x in given.items() if name != "factor"}
+        default = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
+    else:
+        given = {"beta_slow": 1, "beta_fast": 32, "truncate": True} | given
+        scales = given.pop("mscale", 0), given.pop("mscale_all_dim", 0)
+        of_length = lambda scale: 0.1 * scale * math.log(max(factor, 1)) + 1  # noqa: E731
+        default = of_length(scales[0]) / of_length(scales[1]) if all(scales) else of_length(1)
+    return {"attention_factor": default} | given
+
+
+def _number(value: Any, ours: str) -> Any:
+    """A parameter in the type that it has here, however it is written."""
+    if isinstance(value, list):
+        return tuple(map(float, value))
+    if ours == "truncate" or (ours == "original_max_seq_len" and not float(value).is_integer()):
+        return value
+    return int(value) if ours == "original_max_seq_len" else float(value)
 
 
 def _take_theta(fields: Fields, name: str, default: float, *given: Mapping[str, Any]) -> Any:
@@ -223,16 +254,13 @@ def _agreed(fields: Fields, names: str, values: Sequence[Any]) -> Any:
 
 
 def _write_scaling(scaling: RopeScaling) -> dict[str, Any] | None:
-    if scaling.factor == 1:
+    if scaling.is_none:
         return None
-    if scaling.original_max_seq_len is None:
-        return {"rope_type": "linear", "factor": scaling.factor}
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        _LENGTH: scaling.original_max_seq_len,
+    kind = "linear" if scaling.original_max_seq_len is None else scaling.ramp
+    kind = "longrope" if scaling.short_factors else kind
+    return {"rope_type": kind} | {
+        theirs: [*x] if isinstance(x := getattr(scaling, ours), tuple) else x
+        for theirs, ours in _SCALINGS[kind].items()
     }
 
 

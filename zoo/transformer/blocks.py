@@ -43,9 +43,12 @@ def rotary_tables(
     """The cosines and signed sines of rotary positions (Su et al. 2021), for `rotate`, in fp32."""
     frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if scaling is not None:
-        frequency = scaling.stretch(frequency)
-    angles = positions.astype(jnp.float32)[:, :, None] * frequency[None, None, :]
+        frequency = scaling.stretch(frequency, theta, positions)
+    frequency = frequency[None, None, :] if frequency.ndim == 1 else frequency
+    angles = positions.astype(jnp.float32)[:, :, None] * frequency
     cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if scaling is not None:
+        cos, sin = times(cos, scaling.attention_factor), times(sin, scaling.attention_factor)
     return jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from zoo.common import configuration
 from zoo.common.configuration import may_differ, of_training, require
@@ -73,28 +73,93 @@ class RopeScaling:
     """Waves that fit it more often are not; those in between are in part."""
     original_max_seq_len: int | None = None
     """The original length: the longest sequence that the model was trained on before."""
+    ramp: Literal["llama3", "yarn"] = "llama3"
+    """The part of those in between: by how often they fit, or by their number (YaRN)."""
+    truncate: bool = True
+    """Let YaRN's ramp begin and end at whole numbers of waves (not in gpt-oss)."""
+    short_factors: tuple[float, ...] = ()
+    """Factors of the wavelengths one by one, in place of one factor (LongRoPE)."""
+    long_factors: tuple[float, ...] = ()
+    """The same in rows with a position beyond the original length."""
+    attention_factor: float = 1.0
+    """Factor of what is rotated, of queries and of keys (YaRN and LongRoPE)."""
 
     def __post_init__(self) -> None:
         configuration.check(self, "positions.scaling.")
         waves = "low_freq_factor", "high_freq_factor", "original_max_seq_len"
-        configuration.check_positive(self, "positions.scaling.", "factor", *waves)
+        positive = ("factor", "attention_factor", *waves)
+        configuration.check_positive(self, "positions.scaling.", *positive)
         given = [name for name in waves if getattr(self, name) is not None]
+        if self.short_factors or self.long_factors:
+            require(
+                given == ["original_max_seq_len"] and self.factor == 1,
+                f"positions.scaling has short_factors={self.short_factors} and factor="
+                f"{self.factor}, {', '.join(given)}: with factors one by one give "
+                "original_max_seq_len, and none of the others",
+            )
+            sizes = len(self.short_factors), len(self.long_factors)
+            require(
+                sizes[0] == sizes[1] and min(self.short_factors + self.long_factors) > 0,
+                f"positions.scaling.short_factors={self.short_factors} and long_factors="
+                f"{self.long_factors}: give as many positive numbers of both",
+            )
+            return
         require(
             len(given) in (0, 3),
             f"positions.scaling has {' and '.join(given)}: give all of {', '.join(waves)}, or none",
         )
+        require(
+            self.ramp == "llama3" or len(given) == 3,
+            f"positions.scaling.ramp={self.ramp!r}: needs {', '.join(waves)}",
+        )
 
-    def stretch(self, frequency: Float[Array, "pairs"]) -> Float[Array, "pairs"]:
-        """The frequencies of the stretched wavelengths (Grattafiori et al. 2024 for Llama 3's)."""
+    @property
+    def is_none(self) -> bool:
+        """Whether nothing is stretched."""
+        return self.factor == self.attention_factor == 1 and not self.short_factors
+
+    def stretch(
+        self,
+        frequency: Float[Array, "pairs"],
+        theta: float,
+        positions: Int[Array, "batch seq"],
+    ) -> Float[Array, "pairs"] | Float[Array, "batch 1 pairs"]:
+        """The frequencies of the stretched wavelengths, of all rows or by row.
+
+        Grattafiori et al. 2024 for Llama 3's, Peng et al. 2023 for YaRN's, Ding et al. 2024 for
+        LongRoPE's: its long factors are for all positions of a row, once one is beyond the original
+        length, as in transformers.
+        """
+        low, high, length = self.low_freq_factor, self.high_freq_factor, self.original_max_seq_len
+        if self.short_factors:
+            is_long = positions.max(axis=-1, keepdims=True)[..., None] >= length
+            factors = jnp.where(
+                is_long, jnp.array(self.long_factors), jnp.array(self.short_factors)
+            )
+            return frequency / factors
         if self.factor == 1:
             return frequency
         stretched = frequency / self.factor
-        low, high, length = self.low_freq_factor, self.high_freq_factor, self.original_max_seq_len
         if low is None or high is None or length is None:
             return stretched
-        fits = length * frequency / (2 * math.pi)
-        kept = jnp.clip((fits - low) / (high - low), 0.0, 1.0)
+        if self.ramp == "yarn":
+            kept = self._yarn_ramp(len(frequency), theta, low, high, length)
+        else:
+            fits = length * frequency / (2 * math.pi)
+            kept = jnp.clip((fits - low) / (high - low), 0.0, 1.0)
         return stretched + kept * (frequency - stretched)
+
+    def _yarn_ramp(
+        self, pairs: int, theta: float, low: float, high: float, length: int
+    ) -> Float[Array, "pairs"]:
+        """The part of each pair's frequency that is kept: linear in the pair's number."""
+        number = lambda fits: pairs * math.log(length / (2 * math.pi * fits), theta)  # noqa: E731
+        first, last = number(high), number(low)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * pairs - 1)
+        width = last - first or 0.001
+        return 1 - jnp.clip((jnp.arange(pairs) - first) / width, 0.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -298,6 +363,9 @@ class Config:
     """Run the layers by lax.scan (quick to compile), or unrolled (faster when they are small)."""
     eos_ids: tuple[int, ...] = may_differ(())
     """Ids of the tokens that end a text, where generation stops."""
+    origin: str = may_differ("")
+    """The type of the checkpoint that the model came from, where several have the same maths:
+    exports and adapters keep to its names."""
     attention: AttentionConfig = AttentionConfig()
     positions: PositionsConfig = PositionsConfig()
     experts: ExpertsConfig = ExpertsConfig()
@@ -363,6 +431,12 @@ class Config:
             self.positions.kind != "rotary" or abs(rotating / 2 - round(rotating / 2)) < 1e-6,
             f"attention.head_dim={self.head_size} times positions.rotary_fraction="
             f"{self.positions.rotary_fraction} is no even number: rotary positions rotate pairs",
+        )
+        factors = len(self.positions.scaling.short_factors)
+        require(
+            factors in (0, self.rotary_size // 2),
+            f"positions.scaling.short_factors has {factors} numbers, and a head "
+            f"{self.rotary_size // 2} pairs that rotate",
         )
 
     @property
