@@ -296,7 +296,7 @@ def _tensors(parts: dict[str, tuple[lora.Adapted, Linear]], prefix: str) -> dict
         for number, node in nodes.items():
             found, ranks = places[number, field], slice(number * one.rank, (number + 1) * one.rank)
             rows = slice(None) if found.own_rows is None else found.own_rows
-            where = {"down": ranks, "up": (rows, ranks), "magnitude": rows}[field]
+            where: Any = {"down": ranks, "up": (rows, ranks), "magnitude": rows}[field]
             made[where] = found.write(at, gathered(getattr(node, field)[found.at(at)]))
         yield made
 

@@ -129,7 +129,8 @@ def linears(model: PyTree) -> Linears:
                 refusal = f"a stack of matrices along {', '.join(stacked)}"
         elif "embedding" in key:
             refusal = "an embedding is no Linear"
-        split, part = (), tensor.part or (0, 1)
+        split: Sequence[np.ndarray] = ()
+        part = tensor.part or (0, 1)
         if tensor.rows is not None:
             split = splits[tensor.rows[0]]
             part = tensor.rows[1], len(split)

@@ -256,7 +256,7 @@ def _agreed(fields: Fields, names: str, values: Sequence[Any]) -> Any:
 def _write_scaling(scaling: RopeScaling) -> dict[str, Any] | None:
     if scaling.is_none:
         return None
-    kind = "linear" if scaling.original_max_seq_len is None else scaling.ramp
+    kind: str = "linear" if scaling.original_max_seq_len is None else scaling.ramp
     kind = "longrope" if scaling.short_factors else kind
     return {"rope_type": kind} | {
         theirs: [*x] if isinstance(x := getattr(scaling, ours), tuple) else x

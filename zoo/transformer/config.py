@@ -131,12 +131,12 @@ class RopeScaling:
         length, as in transformers.
         """
         low, high, length = self.low_freq_factor, self.high_freq_factor, self.original_max_seq_len
-        if self.short_factors:
+        if self.short_factors and length is not None:
             is_long = positions.max(axis=-1, keepdims=True)[..., None] >= length
-            factors = jnp.where(
-                is_long, jnp.array(self.long_factors), jnp.array(self.short_factors)
+            short, long = (
+                jnp.array(x)[None, None] for x in (self.short_factors, self.long_factors)
             )
-            return frequency / factors
+            return frequency[None, None] / jnp.where(is_long, long, short)
         if self.factor == 1:
             return frequency
         stretched = frequency / self.factor
