@@ -74,7 +74,7 @@ class RopeScaling:
     original_max_seq_len: int | None = None
     """The original length: the longest sequence that the model was trained on before."""
     ramp: Literal["llama3", "yarn"] = "llama3"
-    """The part of those in between: by how often they fit, or by their number (YaRN)."""
+    """How much the waves in between are: by how often they fit, or by their number (YaRN)."""
     truncate: bool = True
     """Let YaRN's ramp begin and end at whole numbers of waves (not in gpt-oss)."""
     short_factors: tuple[float, ...] = ()
