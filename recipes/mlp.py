@@ -61,11 +61,6 @@ class Config(RunConfig):
         super().__post_init__()
         require(self.ensemble >= 1, f"ensemble={self.ensemble}: must be at least 1")
 
-    @property
-    def batch_size(self) -> int:
-        """Rows of a global batch."""
-        return self.data.batch_size
-
 
 def main(config: Config) -> None:
     """Train, evaluate, draw and save."""

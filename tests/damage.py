@@ -16,8 +16,6 @@ import numpy as np
 from zoo import sharding
 from zoo.runs.checkpoint import Checkpointer, CheckpointError
 
-SAVED = (10, 20, 30)  # the steps of a damaged folder
-
 
 def hurt(kind: str, root: Path, within: Path, choose: random.Random) -> None:
     """Damage 1 to 3 random files, or folders, under `root` (or `root` itself) in one way.
@@ -111,27 +109,6 @@ FOLDERS: dict[str, Callable[[Path, random.Random], object]] = {
     "folder deleted": lambda path, _: shutil.rmtree(path),
 }
 KINDS = (*FILES, *FOLDERS, "files swapped", "folders swapped")
-
-
-def save(folder: Path, mesh: str) -> None:
-    """Checkpoints of known values."""
-    with contextlib.closing(Checkpointer(folder)) as checkpointer:
-        for step in SAVED:
-            checkpointer.save(step, make_state(step, mesh), {"step": step})
-
-
-def damage_and_restore(
-    pristine: Path, copy: Path, mesh: str, kind: str, choose: random.Random
-) -> tuple[str, bool]:
-    """The fault in restoring a damaged copy ("" if none), and whether it was refused."""
-    if copy.exists():
-        shutil.rmtree(copy) if copy.is_dir() else copy.unlink()
-    shutil.copytree(pristine, copy)
-    where = choose.choices(("newest", "any", "each"), (2, 2, 1))[0]
-    roots = {"newest": [copy / str(max(SAVED))], "any": [copy]}
-    for root in roots.get(where, [copy / str(step) for step in SAVED]):
-        hurt(kind, root, copy, choose)
-    return restore(copy, pristine, mesh)
 
 
 def restore(folder: Path, pristine: Path, mesh: str) -> tuple[str, bool]:

@@ -155,40 +155,6 @@ def test_blocks_that_cannot_run_are_few_and_known():
     assert marked == NOT_RUN
 
 
-BROKEN = """\
-# A page
-
-```python
-x = 1
-```
-
-Text.
-
-```python
-def f():
-    return x / 0
-f()
-```
-"""
-
-
-def test_a_broken_block_is_reported_by_page_and_line(elsewhere):
-    page = elsewhere / "page.md"
-    page.write_text(BROKEN)
-    (elsewhere / "run").mkdir()
-    with pytest.raises(AssertionError, match=r"^page\.md:11: ZeroDivisionError"):
-        run_python(page, elsewhere / "run")
-    page.write_text(BROKEN.replace("f()\n```", '```\n\n```text run="printed"\n2\n```'))
-    with pytest.raises(AssertionError, match=r"^page\.md:15: this was not printed"):
-        run_python(page, elsewhere / "run")
-    page.write_text(BROKEN.replace("x / 0", "x /"))
-    with pytest.raises(AssertionError, match=r"^page\.md:11: SyntaxError"):
-        run_python(page, elsewhere / "run")
-    page.write_text(BROKEN.replace("f()\n```\n", "f()\n"))
-    with pytest.raises(AssertionError, match=r"page\.md:10: the block is not closed"):
-        run_python(page, elsewhere / "run")
-
-
 # --- Commands ---------------------------------------------------------------------------------
 
 
@@ -270,26 +236,6 @@ def test_commands_take_their_flags(page):
     for block in blocks(page):
         if block.language == "sh" and not block.mark:
             assert check_commands(block.page, block.line, block.lines)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("python -m recipes.lm --model.no-such 3", "no-such"),
-        ("python -m recipes.nothing", "recipes.nothing"),
-        ("JAX_PLATFORMS=cpu .venv/bin/python -m recipes.lm --steps x", "steps"),
-        ("python -m zoo describe", "required"),
-        ("python -m zoo plan llama3-8b --targets v5e:4x4", "--target"),
-        ("python -m benchmarks.nothing", "benchmarks.nothing"),
-        ("pip install -e '.[nothing]'", "nothing"),
-        ("pip install -e . && pyton -m zoo", "pyton"),
-        ("sbatch docs/launch/nothing.sbatch", "no file docs/launch/nothing.sbatch"),
-    ],
-)
-def test_broken_commands_are_found(line, message):
-    with pytest.raises(AssertionError, match=r"^page\.md:8: ") as error:
-        check_commands("page.md", 6, ["cd x \\", "&& cd y", line])
-    assert message in str(error.value)
 
 
 # --- Files for launching ----------------------------------------------------------------------

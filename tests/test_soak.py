@@ -1,12 +1,8 @@
 """The soak in short, and restoring damaged checkpoints."""
 
-import random
 from collections.abc import Sequence
-from pathlib import Path
 
-import damage
 import pytest
-from damage import KINDS
 
 from benchmarks.soak import boundaries
 
@@ -48,29 +44,3 @@ def test_every_moment_is_passed_by_some_kind(kinds):
     passed = {name for kind in boundaries.KINDS for name in kinds.straight(kind)[1]}
     for moment in {*boundaries.MOMENTS} - {"evaluation"}:
         assert {f"before {moment}", f"after {moment}"} <= passed
-
-
-def damage_all(folder: Path, mesh: str, kinds: Sequence[str]) -> list[tuple[str, bool]]:
-    damage.save(folder / "pristine", mesh)
-    return [
-        damage.damage_and_restore(
-            folder / "pristine", folder / "copy", mesh, kind, random.Random(i)
-        )
-        for i, kind in enumerate(kinds)
-    ]
-
-
-def test_damaged_checkpoints_never_restore_wrong_values(tmp_path):
-    outcomes = damage_all(tmp_path, "fsdp=2,tensor=2", 2 * KINDS)
-    assert not [detail for detail, _ in outcomes if detail]
-    assert {refused for _, refused in outcomes} == {True, False}
-
-
-def test_wrong_values_are_detected(tmp_path, monkeypatch):
-    damage.save(tmp_path / "pristine", "")
-    assert damage.restore(tmp_path / "pristine", tmp_path / "pristine", "") == ("", False)
-    make_state = damage.make_state
-    monkeypatch.setattr(damage, "make_state", lambda step, mesh: make_state(step + 1, mesh))
-    detail, refused = damage.restore(tmp_path / "pristine", tmp_path / "pristine", "")
-    assert "step 30 was restored with other values in ['large', 'small'" in detail
-    assert not refused

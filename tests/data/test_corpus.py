@@ -206,14 +206,6 @@ def test_a_start_finds_files_of_another_size(tmp_path, suffix):
     opening.open_prepared(tmp_path)
 
 
-def test_a_damaged_manifest(tmp_path):
-    make_parts(tmp_path, vocab_size=257)
-    path = tmp_path / format.MANIFEST
-    path.write_text(path.read_text().replace('"frame": 2', '"frame": 1'))
-    with pytest.raises(DamagedError, match="is damaged: its content is not what was"):
-        opening.open_prepared(tmp_path)
-
-
 def test_a_folder_at_an_address_is_copied_shard_by_shard(tmp_path):
     pytest.importorskip("upath")
     from zoo.common.addresses import location

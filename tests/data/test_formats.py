@@ -102,7 +102,7 @@ def test_splits_depend_on_names_and_sizes_alone(tmp_path):
     assert all(Path(piece.path).is_absolute() for split in one for piece in split.pieces)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(0, 40) | st.none(), max_size=30), st.integers(1, 300), st.booleans())
 def test_each_line_is_in_one_piece(tmp_path_factory, lengths, shard_bytes, ended):
     content, expected = b"", []

@@ -1,9 +1,7 @@
 """Text from a prepared folder: what it agrees on with flags, and when text is prepared."""
 
-import functools
 import json
 import math
-import os
 
 import pytest
 from prepared_parts import make_parts, reading
@@ -126,24 +124,3 @@ def test_too_much_text_is_to_be_prepared(tmp_path, pattern, monkeypatch):
     assert str(error.value).startswith(f"data.files='{pattern}' has 0.0 GiB")
     command = f"python -m zoo prepare '{pattern}' --tokenizer bpe --vocab-size 2048 --out FOLDER"
     assert command in str(error.value)
-
-
-def test_text_is_prepared_once(tmp_path, pattern, monkeypatch):
-    load_it = functools.partial(load, tmp_path, pattern, tokenizer="bytes")
-    loaded = load_it()
-    assert isinstance(loaded.train, PackedDataset)
-    assert isinstance(loaded.train.corpus, Corpus)
-    assert (len(loaded.train.corpus), len(loaded.held_out.corpus)) == (39, 1)
-    texts = {loaded.tokenizer.decode(ids) for ids in loaded.train.corpus}
-    assert texts < set(DOCUMENTS)
-    folders = lambda: sorted((tmp_path / "cache" / "prepared").iterdir())
-    assert len(folders()) == 1
-    with monkeypatch.context() as patch:
-        patch.setattr(opening, "prepare", None)
-        assert load_it().fingerprint == loaded.fingerprint
-    assert load_it(held_out=0.3).fingerprint != loaded.fingerprint
-    path = tmp_path / "texts" / "3.txt"
-    path.write_text(path.read_text().replace("text", "test"))  # of the same size
-    os.utime(path, (1, 1))
-    assert load_it().fingerprint != loaded.fingerprint
-    assert len(folders()) == 3

@@ -6,7 +6,8 @@ import json
 import numpy as np
 import pytest
 from helpers import write_tokenizer
-from prepared_parts import rows_in
+from prepared_parts import corpus_of, rows_in
+from test_tokenizer import KINDS
 
 import zoo
 from zoo.alignment.preferences import Config
@@ -16,7 +17,8 @@ from zoo.data.prepared import command, hashes, tokenizing
 from zoo.data.prepared.opening import open_prepared
 from zoo.data.prepared.prepare import prepare
 from zoo.data.splits import plan_splits, read_split
-from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
+from zoo.data.token_datasets import BucketedDataset
+from zoo.data.tokenizer import BPETokenizer, ByteTokenizer, load_tokenizer
 from zoo.tasks.finetuning import Data, read_text
 
 TEMPLATE = (
@@ -183,7 +185,7 @@ def test_a_table_of_texts_has_rows_too(tmp_path):
     assert row.examples == [[("2+2=", False), ("4", True)]]
 
 
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", ["a.jsonl", "a.array.json.gz", "a.parquet"])
 @pytest.mark.parametrize("format", rows.FORMS)
 def test_a_row_of_another_form_is_refused_by_its_place(file, format, template, tmp_path):
     own = [row for name, row, _, _ in FORMS if name == format]
@@ -193,7 +195,7 @@ def test_a_row_of_another_form_is_refused_by_its_place(file, format, template, t
         is_of = lambda row, column: isinstance(row.get(column, ""), type(first[column]))
         others = [row for row in others if all(is_of(row, c) for c in first if c in row)]
     assert others
-    place = {"a.parquet": "row 2", "a.array.json": "element 2", "a.array.json.gz": "element 2"}
+    place = {"a.parquet": "row 2", "a.array.json.gz": "element 2"}
     for other in others:
         path = write(tmp_path / file, [first, first, other])
         with pytest.raises(
@@ -235,6 +237,70 @@ def test_an_array_has_documents_of_text_too(tmp_path):
     [split] = plan_splits(str(tmp_path / "*.json"), shard_bytes=2**20)
     assert split.names == ["a.array.json"]
     assert [(found.record, found.text) for found in read_split(split)] == [(0, "one"), (1, "two")]
+
+
+# --- Completions -----------------------------------------------------------------------------
+
+
+def test_only_completions_have_weight(tmp_path):
+    pairs = [("2+2=", "4"), ("capital of France: ", "Paris"), ("a", "bcd")]
+    path = write(tmp_path / "a.jsonl", [{"prompt": p, "completion": c} for p, c in pairs])
+    corpus = corpus_of(rows_in(path, "completions"), ByteTokenizer())
+    assert corpus.num_bytes == len("4Parisbcd")
+    batch = BucketedDataset(corpus, 256, buckets=(32,), batch_size=3, shuffle=False).batch(0)
+    counted = [
+        row[w > 0].tolist() for row, w in zip(batch["targets"], batch["weights"], strict=True)
+    ]
+    assert counted == [[*text.encode(), 256] for _, text in pairs]
+    # What is read is all of it, from a separator on.
+    assert batch["tokens"][0][:6].tolist() == [256, *b"2+2=4"]
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("words", "word pieces", "merges")])
+@pytest.mark.parametrize(
+    ("prompt", "completion"),
+    [
+        ("def f", "(x)"),  # f( is a token
+        ("a ", "b"),
+        ("", "x y"),
+    ],
+)
+def test_a_completion_goes_on_where_its_prompt_ends(kind, prompt, completion, tmp_path):
+    """No blank comes between them, and a model is given the prompt's own ids."""
+    inner = KINDS[kind](["<s>", "</s>"])
+    inner.add_special_tokens(["<s>", "</s>"])
+    tokenizer = BPETokenizer(inner)
+    path = write(tmp_path / "a.jsonl", [{"prompt": prompt, "completion": completion}])
+    corpus = corpus_of(rows_in(path, "completions"), tokenizer)
+    shown = inner.decode(corpus[0].tolist())
+    if kind == "unigram, words apart":  # which has no text for a blank alone
+        shown, prompt, completion = (x.replace(" ", "") for x in (shown, prompt, completion))
+    assert shown.lstrip(" ") == (prompt + completion).lstrip(" ")
+    given = tokenizer.encode(prompt)
+    if prompt and kind != "unigram, words apart":
+        np.testing.assert_array_equal(corpus[0][: len(given)], given)
+        assert int(np.argmax(corpus.counted(0))) == len(given)
+    assert corpus.counted(0)[-1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "prompt", "completion", "apart"),
+    [
+        ("bytes", "a\n\n", "x", "aĊĊx"),  # of the whole, each line break is a token
+        ("bytes", "a ", "b", "aĠb"),  # " b" is one
+        ("unigram", "a \u00e9", "\u00fc x", "▁a▁<unk><unk>▁x"),  # of what is unknown, one
+    ],
+)
+def test_a_model_is_given_the_prompt_s_own_ids(kind, prompt, completion, apart, tmp_path):
+    tokenizer = BPETokenizer(KINDS[kind](["<s>", "</s>"]))
+    record = {"prompt": prompt, "completion": completion}
+    path = write(tmp_path / "a.jsonl", [record, record])
+    corpus = corpus_of(rows_in(path, "completions"), tokenizer)
+    assert "".join(map(tokenizer.tokenizer.id_to_token, corpus[1].tolist())) == apart
+    given = tokenizer.encode(prompt)
+    np.testing.assert_array_equal(corpus[0][: len(given)], given)
+    assert corpus.counted(1).tolist() == [i >= len(given) for i in range(len(corpus[1]))]
+    assert len(tokenizer.encode(prompt + completion)) != len(corpus[0])
 
 
 # --- The start of a run -----------------------------------------------------------------------
@@ -320,21 +386,6 @@ def test_no_command_is_needed_for_many_rows(tmp_path, capsys, monkeypatch):
     assert "9 examples of completions: texts (prompt, completion)" in said
     with pytest.raises(ValueError, match=r"above 0 GiB .*python -m zoo prepare"):
         started(tmp_path, capsys, ByteTokenizer(), [{"text": "some text"}] * 9)
-
-
-def test_plain_text_is_read_as_characters_unless_told(template, tmp_path, capsys):
-    tokenizer = template.tokenizer
-    records = [{"text": f"some text<|im_end|>{i}"} for i in range(9)]
-    special = list(tokenizer.special_ids)
-    for given, says in (
-        ({}, "names of special"),
-        ({"special_tokens": "parse"}, "9 special tokens p"),
-    ):
-        data, said = started(tmp_path, capsys, tokenizer, records, **given)
-        assert says in said
-        corpus = data.train.corpus
-        found = np.concatenate([corpus[i] for i in range(len(corpus))])
-        assert np.isin(found, special).any() == bool(given)
 
 
 # --- In the store -----------------------------------------------------------------------------

@@ -1,11 +1,9 @@
 import ast
 import dataclasses
-import gzip
 import hashlib
 import json
-import math
+import os
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -59,18 +57,6 @@ def test_split_covers_all_documents(corpus):
     assert decoded == held_out
 
 
-def test_rows_are_packed_or_bucketed(corpus):
-    packed = load(corpus).train
-    assert isinstance(packed, PackedDataset)
-    assert packed.batch(0)["tokens"].shape == (4, 16)
-    bucketed = load(corpus, rows="bucketed", buckets=(32, 64)).train
-    assert isinstance(bucketed, BucketedDataset)
-    assert bucketed.buckets == (32, 64)
-    with pytest.raises(ValueError, match="too_long"):
-        load(corpus, rows="bucketed", buckets=(16,))
-    load(corpus, rows="bucketed", buckets=(16,), too_long="split")
-
-
 def test_seed_changes_only_the_order(corpus):
     one, two = load(corpus, seed=1), load(corpus, seed=2)
     assert (one.train.batch(0)["tokens"] != two.train.batch(0)["tokens"]).any()
@@ -91,22 +77,6 @@ def test_fingerprint_covers_all_text(corpus):
     (corpus / "7.txt").write_text(original[:-3])
     (corpus / "8.txt").write_text(original[-3:] + (corpus / "8.txt").read_text())
     assert load(corpus).fingerprint != before
-
-
-def test_bits_per_byte_of_a_uniform_model(corpus):
-    loaded = load(corpus, held_out=0.2)
-    documents = loaded.held_out_documents
-    num_bytes = sum(len(document.text.encode()) for document in documents)
-    # A byte each, and the separator after each document.
-    bits = (num_bytes + len(documents)) * math.log2(257)
-    assert loaded.bits_per_byte(math.log(257)) == pytest.approx(bits / num_bytes)
-
-
-def test_epoch_weights_count_every_target(corpus):
-    for options in ({}, {"rows": "bucketed", "buckets": (32, 64)}):
-        dataset = load(corpus, **options).held_out
-        weight = sum(dataset.batch(k)["weights"].sum() for k in range(dataset.batches_per_epoch))
-        assert weight == dataset.corpus.num_tokens + len(dataset.corpus)
 
 
 class Framed(ByteTokenizer):
@@ -144,14 +114,6 @@ def test_documents_begin_and_end_as_their_tokenizer_says(kind, corpus):
     assert len({loaded.train.fingerprint for loaded in found.values()}) == 3
     # A begin is free; without one the first byte, which has no loss, costs as much as the others.
     assert len({loaded.bits_per_byte(1.0) for loaded in found.values()}) == 1
-
-
-def test_compressors_take_documents_one_by_one(corpus):
-    loaded = load(corpus, held_out=0.2)
-    texts = [document.text.encode() for document in loaded.held_out_documents]
-    bits = 8 * sum(len(gzip.compress(t, 9, mtime=0)) for t in texts) / sum(map(len, texts))
-    assert loaded.compressors["gzip -9"] == pytest.approx(bits)
-    assert loaded.compressors["xz -9"] > 0
 
 
 def test_vocabulary_size_is_rounded_up(corpus):
@@ -193,7 +155,9 @@ def test_a_second_run_finds_the_text(corpus, tmp_path, monkeypatch):
     shutil.rmtree(folder)
     load(corpus, cache=tmp_path / "cache", tokenizer="bpe", vocab_size=281)
     shutil.rmtree(folder)
-    next(corpus.iterdir()).write_text("something else entirely " * 4)
+    path = corpus / "3.txt"  # of the same size, at another time
+    path.write_text(path.read_text().replace("north", "forth"))
+    os.utime(path, (1, 1))
     assert load(corpus, cache=tmp_path / "cache", **options).fingerprint != alone.fingerprint
     assert len(calls) == 3
 
@@ -254,20 +218,6 @@ def test_bpe_never_sees_held_out_text(corpus):
     shutil.rmtree(corpus.parent / "tokenizer")
     again = load(corpus, tokenizer="bpe", vocab_size=300, held_out=0.2)
     assert again.tokenizer.encode("qqqq").size == 4
-
-
-def test_custom_tokenizer_files_are_used(corpus, tmp_path):
-    trained = load(corpus, tokenizer="bpe", vocab_size=280)
-    mine = shutil.move(corpus.parent / "tokenizer", tmp_path / "mine")
-    loaded = load(corpus, tokenizer=str(Path(mine) / "tokenizer.json"))
-    for name, array in trained.train.batch(1).items():
-        np.testing.assert_array_equal(loaded.train.batch(1)[name], array)
-    assert not isinstance(loaded.tokenizer, ByteTokenizer)
-
-
-def test_a_missing_tokenizer_is_named(corpus):
-    with pytest.raises(FileNotFoundError, match="no tokenizer at nowhere"):
-        load(corpus, tokenizer="nowhere")
 
 
 def labelled(tmp_path, kinds, lines=None, **options):

@@ -1,3 +1,4 @@
+import functools
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ from zoo import tokenizer as tok
 from zoo.data.prepared import tokenizing
 from zoo.data.special_tokens import AS_TEXT
 from zoo.data.tokenizer import reading
+from zoo.tasks.generation import TextStream
 
 TEXTS = [
     "def greet(name):\n    if name:\n        return f'hello {name}'\n\n\n",
@@ -35,6 +37,7 @@ def bpe():
 WORDS = ["def f(x): return x and more text", "a b c def f(y) s < / > < / s >", "a b\n\n"] * 9
 
 
+@functools.cache
 def pieces():
     """Unigram pieces with scores, trained on words."""
     trained = HFTokenizer(models.Unigram())
@@ -192,7 +195,7 @@ def test_an_unmarked_token_that_the_configuration_names_is_special():
 def test_a_stream_comes_to_the_text_of_the_library_for_every_kind(kind):
     tokenizer, _, library = kind
     ids = tokenizer.encode("def f(x): return x and more text a b").tolist()
-    stream = tok.TextStream(tokenizer)
+    stream = TextStream(tokenizer)
     parts = [stream.add(id) for id in ids]
     assert len(list(filter(None, parts))) > 3
     assert "".join(parts) + stream.end() == library.decode(ids)
@@ -391,14 +394,14 @@ def test_missing_tokenizers_are_refused(tmp_path):
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_stream_yields_only_whole_characters(tokenizer, text):
-    stream = tok.TextStream(tokenizer)
+    stream = TextStream(tokenizer)
     parts = [stream.add(int(id)) for id in tokenizer.encode(text)]
     assert not any("\ufffd" in part for part in parts)
     assert "".join(parts) + stream.end() == text
 
 
 def test_stream_replaces_incomplete_characters():
-    stream = tok.TextStream(tok.ByteTokenizer())
+    stream = TextStream(tok.ByteTokenizer())
     assert stream.add(*"a漢".encode()[:3]) == "a"
     assert stream.add(*b"b") == "\ufffdb"
     assert stream.add(*"漢".encode()[:2]) == ""
@@ -409,15 +412,15 @@ def test_files_are_the_same_in_every_process(tmp_path):
     """The order of a set is another one in each process."""
     program = "import sys, pathlib; from zoo.data.tokenizer import BPETokenizer; "
     program += "BPETokenizer.train(['ab ab'], 258).save(pathlib.Path(sys.argv[1]))"
-    for seed in ("1", "2", "3", "4"):
+    for seed in "12":
         environment = os.environ | {"PYTHONHASHSEED": seed}
         command = [sys.executable, "-c", program, str(tmp_path / seed)]
         subprocess.run(command, env=environment, check=True)
     contents = [
-        {path.name: path.read_bytes() for path in (tmp_path / seed).iterdir()} for seed in "1234"
+        {path.name: path.read_bytes() for path in (tmp_path / seed).iterdir()} for seed in "12"
     ]
     assert len(contents[0]) == 2
-    assert contents == [contents[0]] * 4
+    assert contents == [contents[0]] * 2
 
 
 def test_pieces_with_an_ordinary_name_stay_in_ordinary_text():

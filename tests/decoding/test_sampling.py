@@ -110,7 +110,9 @@ def greedy(model: Any) -> np.ndarray:
     return generate(model, temperature=0.0)
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x in MIXERS)) for x in DECODERS]
+)
 def test_cached_greedy_matches_uncached_greedy(name: str):
     """For prompts of different lengths in a batch as for each alone, beyond any window."""
     rng = np.random.default_rng(2)
@@ -136,10 +138,9 @@ def test_bf16_picks_near_maximal_logits(name: str):
 @pytest.mark.parametrize(
     ("name", "axes"),
     [
-        ("grouped", "data=4,tensor=2"),
-        ("window", "fsdp=2"),
         ("lstm", "fsdp=2"),
-        ("hybrid mlstm", "data=4,tensor=2"),
+        ("grouped", "data=4,tensor=2"),
+        pytest.param("hybrid mlstm", "data=4,tensor=2", marks=pytest.mark.slow),
     ],
 )
 def test_mesh_generates_the_same_tokens(name: str, axes: str, monkeypatch: pytest.MonkeyPatch):
@@ -211,9 +212,8 @@ def test_a_row_ends_with_its_stop_token(model: Any):
     np.testing.assert_allclose(alone_logs, logs[:1], atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["rotary", "gru"])
-def test_a_model_stops_at_its_own_ids(name: str):
-    plain = decoder(name)
+def test_a_model_stops_at_its_own_ids():
+    plain = decoder("gru")
     options: dict = {"max_new_tokens": 12, "temperature": 0.0}
     whole = zoo.generate(plain, [[1, 2, 3]], **options)[0]
     stop = next(token for token in whole[3:] if token != whole[3])
@@ -229,11 +229,10 @@ def test_a_model_stops_at_its_own_ids(name: str):
     assert array == [*short, *[stop] * (15 - len(short))]
 
 
-@pytest.mark.parametrize("name", ["rotary", "gru"])
-def test_stream_yields_the_generated_tokens(name: str):
+def test_stream_yields_the_generated_tokens(model: Any):
     options: dict = {"max_new_tokens": 9, "top_p": 0.9, "temperature": 1.3, "key": KEY}
-    streamed = np.stack(list(zoo.stream(decoder(name), PROMPT, **options)), axis=1)
-    np.testing.assert_array_equal(streamed, generate(decoder(name), **options)[:, 3:])
+    streamed = np.stack(list(zoo.stream(model, PROMPT, **options)), axis=1)
+    np.testing.assert_array_equal(streamed, generate(model, **options)[:, 3:])
 
 
 def test_rows_are_sampled_independently(model: Any):

@@ -350,6 +350,7 @@ def kept_in(folder: Path) -> int:
     return count
 
 
+@pytest.mark.slow
 def test_command_agrees_with_transformers(golden_model, tmp_path, capsys):
     choice = write(tmp_path, "choice", "multiple_choice", records("task"))
     whole = write(tmp_path, "whole", "loglikelihood_rolling", records("text"))

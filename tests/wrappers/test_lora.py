@@ -67,27 +67,9 @@ def drawn(model, seed=0, config=CONFIG):
     )
 
 
-def test_adapted_mlp_matches_its_formula():
-    model = drawn(mlp.MLP(mlp.Config(6, 3, hidden_size=16, activation="relu"), key=KEY))
-    jax_model, model = model, copy(model)
-    x = np.random.default_rng(1).normal(size=(5, 6)).astype(np.float32)
-    first, last = model.first.linear, model.last.linear
-    hidden = np.maximum(x @ first.weight + first.bias, 0)
-    adapted = last.weight
-    around = (hidden @ adapted.down) @ adapted.up * (CONFIG.alpha / CONFIG.rank)
-    hidden = np.maximum(hidden @ adapted.weight + around + last.bias, 0)
-    expected = hidden @ model.head.weight + model.head.bias
-    np.testing.assert_allclose(jax_model(jnp.asarray(x)), expected, atol=1e-5)
-
-
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-@pytest.mark.parametrize("remat", ["none", "full"])
-def test_merged_adapters_equal_applied_ones(family, remat):
-    if remat == "full" and family.name != "transformer":
-        pytest.skip("once is enough")
+def test_merged_adapters_equal_applied_ones(family):
     plain = begun(family)
-    if remat == "full":
-        plain = eqx.filter_jit(make_transformer(remat="full", tie_embeddings=True))(KEY)
     model = drawn(plain)
     merged = lora.merge(model)
     assert jax.tree.structure(merged) == jax.tree.structure(plain)
@@ -164,17 +146,6 @@ def test_training_moves_the_adapters_alone_on_any_mesh(family):
 def arrays_of(tree):
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {keystr(path): leaf for path, leaf in leaves}
-
-
-def test_bf16_adapters_match_merged_weights():
-    family = FAMILIES[0]
-    model, batch = drawn(begun(family)), family.make_batch(8, 16, 0)
-    evaluate = zoo.make_eval_step(family.loss, precision="bf16")
-    applied = evaluate(model, batch)[1]["loss"]
-    evaluate = zoo.make_eval_step(family.loss, precision="bf16")
-    merged, plain = (evaluate(x, batch)[1]["loss"] for x in (lora.merge(model), lora.base(model)))
-    np.testing.assert_allclose(applied, merged, rtol=1e-3)
-    assert abs(applied - plain) > 20 * abs(applied - merged)
 
 
 def test_targets_are_chosen_by_path():

@@ -103,33 +103,6 @@ class Tokenizer(Protocol):
         ...
 
 
-class TextStream:
-    """Ids to text as they arrive: `add` returns the text that is final, in whole characters."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._length = 0  # of the text returned so far
-
-    def add(self, *ids: int) -> str:
-        """The text that these ids complete."""
-        self._ids.extend(ids)
-        text = self._tokenizer.decode(self._ids)
-        # The bytes of an incomplete character, three at most, are decoded as U+FFFD.
-        for _ in range(3):
-            text = text.removesuffix("\ufffd")
-        return self._rest(text)
-
-    def end(self) -> str:
-        """The rest of the text, after the last id."""
-        return self._rest(self._tokenizer.decode(self._ids))
-
-    def _rest(self, text: str) -> str:
-        new = text[self._length :]
-        self._length += len(new)
-        return new
-
-
 class ByteTokenizer:
     """The 256 byte values of UTF-8, and the separator as id 256."""
 

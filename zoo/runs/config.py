@@ -131,13 +131,13 @@ class Config:
 
     @property
     def batch_size(self) -> int | None:
-        """Rows of a global batch, where the configuration says it: checked before data is read."""
-        return None
+        """Rows of a global batch, if `data` says it: checked before data is read."""
+        return getattr(getattr(self, "data", None), "batch_size", None)
 
     @property
     def row_lengths(self) -> Mapping[str, tuple[int, ...]]:
         """The tokens that rows of text may have, by the field that says so, likewise."""
-        return {}
+        return getattr(getattr(self, "data", None), "row_lengths", {})
 
     def completed(self, stored: Mapping[str, Any]) -> "Config":
         """The configuration with the fields that it leaves open.

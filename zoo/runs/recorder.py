@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from zoo.runs import monitor
 from zoo.runs.callbacks.hooks import Hooks, Snapshot
@@ -15,24 +14,6 @@ from zoo.runs.metrics import MetricsLog, plot_curves
 from zoo.runs.processes import RunError
 from zoo.training.chips import peak_flops
 from zoo.training.state import TrainState
-
-
-class _Rates:
-    """A schedule by the number of updates, some thousand at once: eager operations would be
-    compiled one by one, in the loop, and all of a long run take memory."""
-
-    _MANY = 4096
-
-    def __init__(self, schedule: optax.Schedule):
-        first = np.arange(self._MANY, dtype=np.float32)
-        self._compute = jax.jit(lambda start: jax.vmap(schedule)(start + first))
-        self._start, self._values = 0, np.asarray(self._compute(np.float32(0)))
-
-    def __call__(self, updates: int) -> float:
-        start = updates - updates % self._MANY
-        if start != self._start:
-            self._start, self._values = start, np.asarray(self._compute(np.float32(start)))
-        return float(self._values[updates - start])
 
 
 class Recorder:
@@ -52,7 +33,9 @@ class Recorder:
             peak=peak_flops(run.mesh.devices.flat[0], run.precision),
             devices=run.mesh.size,
         )
-        self._rates = None if training.schedule is None else _Rates(training.schedule)
+        self._rate: Any = None
+        if training.schedule is not None:  # one program, compiled here and not in the loop
+            self._rate = jax.jit(training.schedule).lower(np.float32(0)).compile()
         self.bar = monitor.ProgressBar(run.config.steps, start=self._start, note=lambda: run.status)
         loop.attach(self.bar.print, self._paused)
         self._trace = contextlib.ExitStack()
@@ -128,9 +111,9 @@ class Recorder:
             "mfu": self._throughput.mfu,
         }
         values |= {name: speed for name, speed in speeds.items() if speed is not None}
-        if self._rates is not None:
+        if self._rate is not None:
             updates = step - int(values["skipped"])  # a skipped step does not advance the schedule
-            values["learning_rate"] = self._rates(max(updates - 1, 0))
+            values["learning_rate"] = float(self._rate(np.float32(max(updates - 1, 0))))
         self._write(step, **values)
         self.bar.update(step, **values)
 

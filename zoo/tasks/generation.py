@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jaxtyping import PyTree
 
 from zoo.data.chats import ChatTemplate, Message
-from zoo.data.tokenizer import Reading, TextStream, Tokenizer, begun, reading
+from zoo.data.tokenizer import Reading, Tokenizer, begun, reading
 from zoo.decoding import sampling
 from zoo.publishing.families import tokenizer_eos_ids
 
@@ -98,6 +98,33 @@ def have_same_tokens(tokenizer: Tokenizer, other: Tokenizer) -> bool:
     vocabularies = [getattr(t, "tokenizer", None) for t in (tokenizer, other)]
     known = [None if v is None else v.get_vocab(with_added_tokens=True) for v in vocabularies]
     return known[0] == known[1] and tokenizer.vocab_size == other.vocab_size
+
+
+class TextStream:
+    """Ids to text as they arrive: `add` returns the text that is final, in whole characters."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._length = 0  # of the text returned so far
+
+    def add(self, *ids: int) -> str:
+        """The text that these ids complete."""
+        self._ids.extend(ids)
+        text = self._tokenizer.decode(self._ids)
+        # The bytes of an incomplete character, three at most, are decoded as U+FFFD.
+        for _ in range(3):
+            text = text.removesuffix("\ufffd")
+        return self._rest(text)
+
+    def end(self) -> str:
+        """The rest of the text, after the last id."""
+        return self._rest(self._tokenizer.decode(self._ids))
+
+    def _rest(self, text: str) -> str:
+        new = text[self._length :]
+        self._length += len(new)
+        return new
 
 
 class Continuation:

@@ -1,7 +1,8 @@
 """Language models of any family, from text to a published model, for all of their recipes."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,16 +48,6 @@ class Config(RunConfig):
         super().__post_init__()
         check_samples(self)
 
-    @property
-    def batch_size(self) -> int:
-        """Rows of a global batch."""
-        return self.data.batch_size
-
-    @property
-    def row_lengths(self) -> Mapping[str, tuple[int, ...]]:
-        """The tokens that rows may have, by the field that says so."""
-        return self.data.row_lengths
-
 
 def check_samples(config: Any, *, label: str | None = None) -> None:
     """Raise a ValueError for a configuration's samples out of range, or a classifier's samples."""
@@ -94,29 +85,19 @@ def read_text(
         source = config.data
     else:
         default = dataclasses.replace(text.Config(), tokenizer=source.tokenizer)
+    options: Any = {"seed": config.seed, "default": default}
+    options["tokenizer_folder"] = functools.partial(run.once, "tokenizer")
     if text.is_mixture(source.files):
         require(label is None, f"label={label!r}: a mixture of sources has none; give one source")
         require(
             config.epochs is None,
             f"epochs={config.epochs}: each source of a mixture has its own; give steps",
         )
-        mixed = read_mixture(
-            source,
-            steps=config.steps,
-            seed=config.seed,
-            tokenizer_folder=lambda make: run.once("tokenizer", make),
-            default=default,
-        )
+        mixed = read_mixture(source, steps=config.steps, **options)
         mixtures.record(run, mixed)
-        say_what_there_is(run, mixed)
-        return mixed
-    data = text.read_text(
-        source,
-        seed=config.seed,
-        tokenizer_folder=lambda make: run.once("tokenizer", make),
-        label=label,
-        default=default,
-    )
+        data: text.Text = mixed
+    else:
+        data = text.read_text(source, label=label, **options)
     say_what_there_is(run, data)
     return data
 

@@ -159,13 +159,3 @@ class Config(RunConfig):
     def quantize(self) -> Kind | None:
         """The kind that the base's matrices are quantised in."""
         return None if self.base == "stored" else self.base
-
-    @property
-    def batch_size(self) -> int:
-        """Rows of a global batch."""
-        return self.data.batch_size
-
-    @property
-    def row_lengths(self) -> Mapping[str, tuple[int, ...]]:
-        """The tokens that rows may have, by the field that says so."""
-        return self.data.row_lengths
