@@ -12,7 +12,7 @@ import pytest
 from helpers import drawn_model, drawn_rnn, drawn_transformer, token_batch
 
 import zoo
-from zoo import bert, losses, mlp, transformer
+from zoo import bert, losses, mlp, sharding, transformer
 from zoo.nn import attention, products
 from zoo.nn.layers import gelu
 from zoo.rnn.cells import CELLS
@@ -149,3 +149,25 @@ def test_the_chip_is_that_of_the_mesh():
         assert (products.platform(), products.device_kind()) == ("tpu", "TPU v5 lite")
     here = jax.devices()[0]
     assert (products.platform(), products.device_kind()) == (here.platform, here.device_kind)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "copies"), [("data=2,fsdp=4", 2), ("data=2,expert=2,fsdp=2", 2), ("data=8", 1)]
+)
+def test_gradients_of_weights_are_summed_over_slices_last(mesh, copies, monkeypatch):
+    monkeypatch.setattr(products, "platform", lambda: "tpu")
+    rng = np.random.default_rng(0)
+    x, w, g = (rng.normal(size=shape) for shape in ((8, 3, 5), (5, 4), (8, 3, 4)))
+
+    def loss(w: Any, x: Any) -> Any:
+        return (products.matmul(x, w) * jnp.float32(g)).sum()
+
+    placed = sharding.make_mesh(mesh)
+    with sharding.use(placed):
+        assert sharding.num_copies() == copies
+        x_on_mesh = jax.device_put(jnp.float32(x), sharding.batch_sharding(placed, 3))
+        gradient = jax.jit(jax.grad(loss))
+        found = gradient(jnp.float32(w), x_on_mesh)
+        text = gradient.lower(jnp.float32(w), x_on_mesh).as_text()
+    np.testing.assert_allclose(found, np.einsum("bmk,bmn->kn", x, g), rtol=1e-5, atol=1e-5)
+    assert ("batching_dims = [0]" in text) == (copies > 1)

@@ -1016,6 +1016,20 @@ def test_slices_of_tpus_say_where_they_are():
     assert set(found.places) == {(0, 0), (0, 1), (1, 0), (1, 1)}
 
 
+@pytest.mark.slow
+def test_gradients_are_scattered_within_a_slice():
+    """And their parts are added up between slices: all-reduces within one are of scalars alone."""
+    pytest.importorskip("libtpu", reason="the compiler for TPUs is the extra `plan`")
+    model = {"d_model": 2048, "d_ff": 4096, "num_layers": 3, "attention.head_dim": 128}
+    wanted = job(rows=8, seq=2048, mesh="data=2,fsdp=4", precision="bf16", model=model)
+    estimate = make_estimate(dataclasses.replace(wanted, remat="full"), targets.parse("2xv5e:2x2"))
+    where, matrices = estimate.topology, 3 * (2048 * 128 * 8 * 4 + 3 * 2048 * 4096)
+    sums = [c for c in estimate.collectives if c.kind == "all-reduce"]
+    outside = sum(where.between(c) * c.times for c in sums)
+    assert outside == pytest.approx(2 * matrices / 4, rel=0.2)
+    assert sum(c.total for c in sums) - outside < 0.05 * 2 * matrices
+
+
 QUOTED = Path(__file__).parents[2] / "docs" / "tutorials" / "plan.md"
 GIB = r"\*?\*?([\d.]+) GiB"
 

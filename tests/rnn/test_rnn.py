@@ -1,4 +1,5 @@
 import functools
+import re
 from pathlib import Path
 
 import equinox as eqx
@@ -10,6 +11,7 @@ import pytest
 from helpers import equations
 from jax.test_util import check_grads
 
+import zoo
 from zoo import lora, rnn, sharding
 from zoo.nn.products import is_quantized
 from zoo.nn.recurrences.chunks import RecurrenceConfig
@@ -351,6 +353,30 @@ def test_bf16_products_take_bf16_and_are_near_fp32(cell, hoist):
     products = [e for e in found if e.primitive.name == "dot_general"]
     assert len(products) >= 6
     assert {v.aval.dtype for e in products for v in e.invars} == {jnp.dtype("bfloat16")}
+
+
+@pytest.mark.parametrize("cell", ["lstm", "gru"])
+def test_a_step_in_bf16_writes_its_part_alone(cell):
+    """XLA for CPU would convert all steps of an array of bf16 to write one of them."""
+    model = make(cell=cell)
+    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_array(x) else x, model)
+    text = gradient.lower(low).compile().compiled.as_text()
+    assert "while(" in text
+    assert re.findall(r"(\w+)\[11,8,4,8\]\S* dynamic-update-slice\(", text) == ["u16", "u16"]
+
+
+def test_forward_mode_goes_through_bf16():
+    model = make(cell="lstm")
+    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_array(x) else x, model)
+    arrays, static = eqx.partition(low, eqx.is_array)
+    loss = lambda arrays: eqx.combine(arrays, static)(TOKENS)[:, -1].sum()
+    along = jax.tree.map(jnp.ones_like, arrays)
+    with zoo.forward_mode():
+        slope = jax.jit(lambda a: jax.jvp(loss, (a,), (along,))[1])(arrays)
+    want = sum(
+        x.astype(jnp.float32).sum() for x in jax.tree.leaves(jax.jit(jax.grad(loss))(arrays))
+    )
+    np.testing.assert_allclose(slope, want, rtol=0.05)
 
 
 def test_nan_padding_gives_finite_gradients():

@@ -23,6 +23,8 @@ from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jaxtyping import Array, DTypeLike, Float
 
+from zoo.sharding import num_copies
+
 Model = TypeVar("Model")
 
 Kind = Literal["int8", "int4", "nf4"]  # of `Quantized` matrices, as flags show them
@@ -316,10 +318,24 @@ def _backward(
         dx = product(low.reshape(b * m, n), w, ((1,), (1,)), of_x).reshape(b, m, -1)
     if x is None:
         return dx, None, None
+    return dx, _weight_gradient(x, low, of_w), None
+
+
+def _weight_gradient(
+    x: Float[Array, "b m k"], g: Float[Array, "b m n"], dtype: Any
+) -> Float[Array, "k n"]:
+    b, m, k = x.shape
+    copies = num_copies()
+    if platform() == "tpu" and copies > 1 and b % copies == 0:
+        # Of each slice by itself, and then their sum: XLA for TPU scatters the one in a slice and
+        # sends parts between slices, where of one product it makes an all-reduce in both.
+        x, g = (y.reshape(copies, b // copies * m, -1) for y in (x, g))
+        each = lax.dot_general(x, g, (((1,), (1,)), ((0,), (0,))), preferred_element_type=dtype)
+        return lax.optimization_barrier(each).sum(0)
     if x.dtype == jnp.float32:
-        return dx, product(x.reshape(b * m, -1), low.reshape(b * m, n), ((0,), (0,)), of_w), None
+        return product(x.reshape(b * m, k), g.reshape(b * m, -1), ((0,), (0,)), dtype)
     # Two axes make XLA for CPU transpose x in memory, which its bf16 product needs.
-    return dx, product(x, low, ((0, 1), (0, 1)), of_w), None
+    return product(x, g, ((0, 1), (0, 1)), dtype)
 
 
 _multiply.defvjp(_forward, _backward, by_need=True)

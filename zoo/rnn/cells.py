@@ -17,13 +17,14 @@ from jaxtyping import Array, Float
 
 CellName = Literal["lstm", "gru", "elman", "mingru", "minlstm", "gated_deltanet", "mamba2", "mlstm"]
 State = tuple[Float[Array, "batch hidden"], ...]  # float32: (h, c) of an LSTM, (h,) of the others
+Terms = tuple[Float[Array, "batch hidden"], ...]  # float32
 
 
 @dataclass(frozen=True)
 class Cell:
     """A recurrence of one step.
 
-    A sequential cell moves its state by `advance(terms_BPH, state)`; a parallel one has `linear`,
+    A sequential cell moves its state by `advance(terms, state)`; a parallel one has `linear`,
     which maps the terms [B, T, P, H] to (a, b) of the recurrence h = a · h + b. Both are pointwise,
     in fp32.
     """
@@ -33,24 +34,24 @@ class Cell:
     state_terms: tuple[int, ...]  # … and the gates of the state
     num_states: int = 1
     forget_term: int | None = None  # its bias begins at one, open (Jozefowicz et al. 2015)
-    advance: Callable[[Array, State], State] | None = None
+    advance: Callable[[Terms, State], State] | None = None
     linear: Callable[[Array], tuple[Array, Array]] | None = None
 
 
-def _lstm(terms_BPH: Array, state: State) -> State:
-    i, f, g, o = (terms_BPH[:, p] for p in range(4))
+def _lstm(terms: Terms, state: State) -> State:
+    i, f, g, o = terms
     c = jax.nn.sigmoid(f) * state[1] + jax.nn.sigmoid(i) * jnp.tanh(g)
     return jax.nn.sigmoid(o) * jnp.tanh(c), c
 
 
-def _gru(terms_BPH: Array, state: State) -> State:
-    r, z, n_input, n_state = (terms_BPH[:, p] for p in range(4))
+def _gru(terms: Terms, state: State) -> State:
+    r, z, n_input, n_state = terms
     n = jnp.tanh(n_input + jax.nn.sigmoid(r) * n_state)
     return (n + jax.nn.sigmoid(z) * (state[0] - n),)
 
 
-def _elman(terms_BPH: Array, state: State) -> State:
-    return (jnp.tanh(terms_BPH[:, 0]),)
+def _elman(terms: Terms, state: State) -> State:
+    return (jnp.tanh(terms[0]),)
 
 
 def _mingru(terms_BTPH: Array) -> tuple[Array, Array]:

@@ -51,7 +51,7 @@ class Config:
     hoist: bool = may_differ(False)
     """Take the products with the input out of the scan, into one."""
     unroll: int | None = may_differ(None)
-    """Steps that an iteration of the scan runs; if not given, 4 in bf16 on a CPU, and else 1."""
+    """Steps that an iteration of the scan runs; 1 if not given."""
     eos_ids: tuple[int, ...] = may_differ(())
     """Ids of the tokens that end a text, where generation stops."""
     recurrence: RecurrenceConfig = RecurrenceConfig()

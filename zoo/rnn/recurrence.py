@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import rnn
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, DTypeLike, Float
 
 from zoo.nn.layers import add_bias
 from zoo.nn.products import Static, custom_vjp, in_forward_mode, low_on_cpu, platform, product
 from zoo.nn.recurrences.marks import Marks
-from zoo.rnn.cells import CELLS, Cell, CellName, State
+from zoo.rnn.cells import CELLS, Cell, CellName, State, Terms
 from zoo.sharding import constrain
 
 
@@ -135,19 +135,20 @@ def _scan_forward(
         terms = _join(cell, gates, product(h, weights.hh, ((1,), (0,)))) + bias
         # Rounded before use, so that the gradient fits what was computed.
         terms = constrain(terms.astype(dtype), "batch", None, "hidden")
-        after = _advance(cell, terms, state, marks)
+        after = _advance(cell, marks, _apart(terms), state)
         after = tuple(constrain(s, "batch", "hidden") for s in after)
-        return after, (after[0].astype(dtype), terms, state)
+        return after, (_bits(after[0].astype(dtype)), _bits(terms), state)
 
     final, (h_TBH, *kept) = lax.scan(
         step,
         state,
         _swap_time((inputs, marks)),
         reverse=options.reverse,
-        unroll=_unroll(options, x_BTI),
+        unroll=options.unroll or 1,
     )
     of_weights = Static(needed and (needed[0].ih, needed[0].hh))
-    return (final, h_TBH.swapaxes(0, 1)), (x_BTI, weights, marks, of_weights, *kept)
+    h_BTH = _values(h_TBH, dtype).swapaxes(0, 1)
+    return (final, h_BTH), (x_BTI, weights, marks, of_weights, *kept)
 
 
 def _scan_backward(options: Options, residuals: tuple, gradients: tuple[State, Array]) -> tuple:
@@ -158,24 +159,24 @@ def _scan_backward(options: Options, residuals: tuple, gradients: tuple[State, A
 
     def step(d_after: State, inputs: tuple) -> tuple[State, Array]:
         dh, terms, state, marks = inputs
+        terms = _values(terms, dtype)
         d_after = (d_after[0] + dh.astype(jnp.float32), *d_after[1:])
 
-        def advance(terms: Array, state: State) -> State:
-            return _advance(cell, terms, state, marks)
-
-        _, pullback = jax.vjp(advance, terms, state)
-        d_terms, d_state = pullback(d_after)
+        # Term by term: XLA for CPU does not vectorise the gradient of a slice.
+        _, pullback = jax.vjp(functools.partial(_advance, cell, marks), _apart(terms), state)
+        d_apart, d_state = pullback(d_after)
+        d_terms = jnp.stack(d_apart, axis=1).astype(dtype)
         through_h = product(_pick(d_terms, cell.state_terms), hh_GHI, ((1, 2), (0, 1)))
-        return _start(marks, (d_state[0] + through_h, *d_state[1:])), d_terms
+        return _start(marks, (d_state[0] + through_h, *d_state[1:])), _bits(d_terms)
 
     d_initial, d_terms = lax.scan(
         step,
         gradients[0],
         (gradients[1].swapaxes(0, 1), terms_TBPH, states_TBH, _swap_time(marks)),
         reverse=not options.reverse,
-        unroll=_unroll(options, x_BTI),
+        unroll=options.unroll or 1,
     )
-    d_terms = d_terms.swapaxes(0, 1)
+    d_terms = _values(d_terms, dtype).swapaxes(0, 1)
     h_BTH = states_TBH[0].swapaxes(0, 1).astype(dtype)
     of_ih, of_hh = of_weights.value
     kept = (x_BTI if of_ih else None, weights.ih)
@@ -188,9 +189,16 @@ def _scan_backward(options: Options, residuals: tuple, gradients: tuple[State, A
 _scan.defvjp(_scan_forward, _scan_backward, by_need=True)
 
 
-def _unroll(options: Options, x: Array) -> int:
-    """Steps per iteration: in bf16 XLA for CPU takes a quarter less time for four at a time."""
-    return options.unroll or (4 if low_on_cpu(x) else 1)
+# To write a step's part of an array of bf16, XLA for CPU converts all of it to fp32, and back.
+def _bits(x: Array) -> Array:
+    """What a scan stacks: as integers if it is bf16 or fp16 on a CPU, where no gradient follows."""
+    is_low = low_on_cpu(x) and not in_forward_mode()
+    return lax.bitcast_convert_type(x, jnp.uint16) if is_low else x
+
+
+def _values(x: Array, dtype: DTypeLike) -> Array:
+    """The array of which these are the bits."""
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 
 def _swap_time(tree: Any) -> Any:
@@ -205,10 +213,15 @@ def _start(marks: Marks, state: State) -> State:
     return tuple(jnp.where(marks.restart[:, None], 0.0, s) for s in state)
 
 
-def _advance(cell: Cell, terms_BPH: Array, state: State, marks: Marks) -> State:
+def _apart(terms_BPH: Array) -> Terms:
+    """The terms of a step one by one, in fp32."""
+    return tuple(terms_BPH[:, p].astype(jnp.float32) for p in range(terms_BPH.shape[1]))
+
+
+def _advance(cell: Cell, marks: Marks, terms: Terms, state: State) -> State:
     """The state after a step."""
     assert cell.advance is not None
-    after = cell.advance(terms_BPH.astype(jnp.float32), state)
+    after = cell.advance(terms, state)
     if marks.valid is None:
         return after
     valid = marks.valid[:, None]

@@ -30,6 +30,7 @@ from zoo.sharding.rules import whole_rows as whole_rows
 from zoo.sharding.specs import constrain as constrain
 from zoo.sharding.specs import is_sharding as is_sharding
 from zoo.sharding.specs import mapped as mapped
+from zoo.sharding.specs import num_copies as num_copies
 from zoo.sharding.specs import num_parts as num_parts
 from zoo.sharding.specs import partition_spec as partition_spec
 from zoo.sharding.specs import spec_in_use as spec_in_use

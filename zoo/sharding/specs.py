@@ -1,6 +1,7 @@
 """From logical axes to PartitionSpecs, by the rules, and activations constrained to them."""
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -179,6 +180,17 @@ def num_parts(*names: str | None) -> int:
         return 1
     mesh = jax.sharding.get_abstract_mesh()
     return num_shards(partition_spec(names, mesh), mesh)
+
+
+def num_copies() -> int:
+    """Into how many parts a batch is cut, outermost, by axes over which parameters are alike.
+
+    Such as several slices. 1 where no other axis cuts it, or none does.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = mesh_axes(partition_spec(["batch"], mesh)) if is_sharding() else ()
+    alike = tuple(itertools.takewhile(lambda axis: axis not in STORAGE_AXES | EXPERT_AXES, axes))
+    return num_shards([alike], mesh) if len(alike) < len(axes) else 1
 
 
 def split_by(name: str) -> str:
