@@ -65,10 +65,10 @@ def test_every_module_has_a_room():
 # Lines of each room. What needs more raises its number here, in a commit that says why.
 CEILINGS = {
     "common": 1362,
-    "sharding": 1420,
+    "sharding": 1430,
     "nn": 4600,
     "transformer": 1860,
-    "rnn": 885,
+    "rnn": 897,
     "mlp": 220,
     "bert": 200,
     "wrappers": 603,
