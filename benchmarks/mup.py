@@ -27,6 +27,7 @@ from jaxtyping import Array
 
 import zoo
 from benchmarks.harness import Table, main
+from benchmarks.peers.given import Precision
 from zoo import losses, optimizers, text, transformer
 
 PARAMETRIZATIONS = ("standard", "mup")
@@ -69,7 +70,7 @@ class Config:
 
 def mup(config: Annotated[Config, tyro.conf.arg(name="")] = Config()) -> list[Table]:
     """Measure what the log lacks, and tell all of it: learning rates and scales over widths."""
-    log, data = Log(config.log), read_data(config)
+    log, data = Log(config.log), read_data(config.data, config.log.with_name("mup-tokenizer"))
     curves = search(config, data, log)
     coordinates = check_coordinates(config, data, log)
     return [coordinate_table(config, coordinates), rate_table(config, curves)]
@@ -101,17 +102,16 @@ class Log:
         return self.found[key]
 
 
-def read_data(config: Config) -> text.Text:
-    """The default corpus of `recipes.lm`, with byte pairs trained on it."""
+def read_data(config: text.Config, tokenizer: Path) -> text.Text:
+    """The default corpus of `recipes.lm`, with byte pairs trained on it, kept in that folder."""
 
     def once(make: Callable[[Path], object]) -> Path:
-        folder = config.log.parent / "mup-tokenizer"
-        if not folder.exists():
-            make(partial := folder.with_name(f"{folder.name}.tmp"))
-            partial.rename(folder)
-        return folder
+        if not tokenizer.exists():
+            make(partial := tokenizer.with_name(f"{tokenizer.name}.tmp"))
+            partial.rename(tokenizer)
+        return tokenizer
 
-    return text.read_text(config.data, seed=0, tokenizer_folder=once)
+    return text.read_text(config, seed=0, tokenizer_folder=once)
 
 
 def model_config(config: Config, width: int, vocab_size: int) -> transformer.Config:
@@ -253,8 +253,13 @@ def held_out_loss(
     """The held-out loss in nats per token at the end of a training; infinite if it diverged."""
     batches = [data.train.batch(k) for k in range(config.steps)]
     *_, trained = trainer(model, chosen, config.steps)(batches, seed)
-    step = zoo.make_eval_step(losses.next_token, precision="fp32")
-    sums = [step(trained, data.held_out.batch(k))[1] for k in range(config.eval_batches)]
+    return mean_loss(trained, data.held_out, config.eval_batches, "fp32")
+
+
+def mean_loss(model: Any, data: Any, num_batches: int, precision: Precision) -> float:
+    """The loss of a model in nats per token, over the first batches; 1e9 if it diverged."""
+    step = zoo.make_eval_step(losses.next_token, precision=precision)
+    sums = [step(model, data.batch(k))[1] for k in range(num_batches)]
     loss = float(sum(s["loss"] for s in sums) / sum(s["tokens"] for s in sums))
     return loss if math.isfinite(loss) else 1e9
 

@@ -41,8 +41,9 @@ if TYPE_CHECKING:
     from zoo.data import tabular as tabular
     from zoo.data import text as text
     from zoo.data import tokenizer as tokenizer
-    from zoo.data.datasets import ArrayDataset as ArrayDataset
     from zoo.data.datasets import Dataset as Dataset
+    from zoo.data.sources import ArrayDataset as ArrayDataset
+    from zoo.data.sources import batches as batches
     from zoo.data.token_datasets import BucketedDataset as BucketedDataset
     from zoo.data.token_datasets import LabelledDataset as LabelledDataset
     from zoo.data.token_datasets import PackedDataset as PackedDataset
@@ -90,7 +91,8 @@ _HOMES = {
     "zoo.alignment.pairs": "PairDataset",
     "zoo.common.configuration": "may_differ",
     "zoo.data": "tabular text tokenizer",
-    "zoo.data.datasets": "ArrayDataset Dataset",
+    "zoo.data.datasets": "Dataset",
+    "zoo.data.sources": "ArrayDataset batches",
     "zoo.data.token_datasets": "BucketedDataset LabelledDataset PackedDataset",
     "zoo.data.tokenizer": "Tokenizer",
     "zoo.decoding.beam_search": "beam_search",

@@ -13,8 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import zoo
 from zoo.alignment.pairs import PairDataset
-from zoo.common import checksums
-from zoo.data import datasets, loader, packing, token_datasets
+from zoo.data import loader, packing, token_datasets
 from zoo.data.corpus import Corpus
 from zoo.data.mixtures import MixtureDataset, Stage
 from zoo.sharding import batch_sharding, make_mesh
@@ -265,7 +264,7 @@ def test_plan_errors_reach_the_caller():
 def test_a_bad_value_is_reported_by_row_and_field_alone():
     rows = np.ones((16, 4), np.float32)
     rows[13, 2] = np.nan
-    dataset = datasets.ArrayDataset({"x": rows}, batch_size=8, seed=0, shuffle=False)
+    dataset = zoo.ArrayDataset({"x": rows}, batch_size=8, seed=0, shuffle=False)
     with pytest.raises(ValueError, match=r"batch 1: x\[5, 2\] is nan") as raised:
         list(loader.batches(dataset, stop=2))
     (line,) = traceback.format_exception_only(raised.value)
@@ -323,82 +322,6 @@ def test_open_iterators_allow_clean_exit():
     )
     assert done.stdout == "done\n"
     assert "Exception" not in done.stderr
-
-
-# --- Arrays
-
-
-def array_dataset(rows=10, batch_size=4, **kwargs):
-    arrays = {"x": np.arange(rows * 3, dtype=np.float32).reshape(rows, 3), "y": np.arange(rows)}
-    return datasets.ArrayDataset(arrays, batch_size, seed=3, **kwargs)
-
-
-@pytest.mark.parametrize(("rows", "batch_size"), [(10, 4), (8, 4), (1, 4), (5, 1)])
-def test_array_rows_come_once_per_epoch(rows, batch_size):
-    dataset = array_dataset(rows, batch_size)
-    for epoch in range(2):
-        first = epoch * dataset.batches_per_epoch
-        batches = [dataset.batch(first + k) for k in range(dataset.batches_per_epoch)]
-        seen = np.concatenate([batch["y"][batch["weights"] > 0] for batch in batches])
-        assert sorted(seen) == list(range(rows))
-        for batch in batches:
-            assert np.array_equal(batch["x"][:, 0], 3.0 * batch["y"])  # the arrays stay together
-            structs = dataset.shapes()[dataset.bucket(0)]
-            assert {n: (x.shape, x.dtype) for n, x in batch.items()} == {
-                n: (x.shape, x.dtype) for n, x in structs.items()
-            }
-    parts = [array_dataset(rows, batch_size).batch(1, slice(i, i + 1)) for i in range(batch_size)]
-    for name, array in dataset.batch(1).items():
-        assert np.array_equal(array, np.concatenate([part[name] for part in parts]))
-    assert dataset.padding_waste == 1 - rows / (dataset.batches_per_epoch * batch_size)
-
-
-def test_inconsistent_arrays_are_refused():
-    with pytest.raises(ValueError, match="'x': 2, 'y': 3"):
-        datasets.ArrayDataset({"x": np.zeros(2), "y": np.zeros(3)}, 1, seed=0)
-    with pytest.raises(ValueError, match="'weights' is taken"):
-        datasets.ArrayDataset({"weights": np.zeros(2)}, 1, seed=0)
-
-
-def test_lists_become_arrays_and_anything_else_is_refused_by_name():
-    dataset = datasets.ArrayDataset(
-        {"x": [[1.0, 2.0], [3.0, 4.0]], "y": [1, 0]}, 2, seed=0, shuffle=False
-    )
-    assert np.array_equal(dataset.batch(0)["x"], [[1, 2], [3, 4]])
-    assert dataset.row(2)["x"] == ((2,), np.float64)
-    for wrong in ([[1], [2, 3]], ["a", "b"], 3, [None, 1], np.asarray(["2026-01-01"], "M8[D]")):
-        with pytest.raises(ValueError, match=r"arrays\['x'\]"):
-            datasets.ArrayDataset({"x": wrong}, 1, seed=0)
-
-
-def test_fingerprints_of_arrays_tell_all_that_batches_depend_on():
-    rows = np.arange(12, dtype=np.float32).reshape(4, 3)
-
-    def print_of(x=rows, name="x", batch_size=2, seed=0, **options):
-        return datasets.ArrayDataset({name: x}, batch_size, seed, **options).fingerprint
-
-    changed = rows.copy()
-    changed[3, 2] += 1e-6
-    same = {print_of(x) for x in (rows, rows.copy(), rows.T.copy().T, rows.tolist())}
-    assert len(same) == 2  # the list's are float64
-    others = [print_of(changed), print_of(rows.astype("f8") + 1), print_of(name="y")]
-    others += [print_of(batch_size=4), print_of(seed=1), print_of(shuffle=False)]
-    others += [print_of(rows.reshape(4, 3, 1)), print_of(rows[:3])]
-    assert len({*same, *others}) == 10
-
-
-def test_large_arrays_have_fingerprints_of_blocks(monkeypatch, tmp_path):
-    np.save(tmp_path / "x.npy", np.zeros((2**12, 64), np.float32))
-    monkeypatch.setattr(checksums, "WHOLE", 2**18)
-    monkeypatch.setattr(checksums, "SAMPLES", 3)  # of 256 rows: at the begin, middle and end
-
-    def print_of(row):
-        array = np.load(tmp_path / "x.npy", mmap_mode="c")
-        array[row] = row + 1
-        return datasets.ArrayDataset({"x": array}, 8, seed=0).fingerprint
-
-    assert len({print_of(row) for row in (0, 255, 2048, 4095)}) == 4
-    assert len({print_of(row) for row in (256, 1800, 3839)}) == 1
 
 
 def made_datasets():

@@ -12,9 +12,9 @@ from jaxtyping import Float32
 from zoo.common import configuration
 from zoo.common.configuration import may_differ, require
 from zoo.common.files import local_path
-from zoo.data.datasets import ArrayDataset
 from zoo.data.documents import unit_hash
 from zoo.data.formats import read_csv, whole_file
+from zoo.data.sources import ArrayDataset
 
 
 @dataclass(frozen=True)
