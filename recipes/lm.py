@@ -8,15 +8,21 @@ sample. On two cores of an AMD EPYC with AVX-512 (jax 0.10.2, Python 3.11's libr
 minutes and reached 1.30 bits per byte; gzip -9 has 2.09 there and xz -9 1.95, on each held-out file
 alone.
 On files of your own: `--data 'corpus/*.txt'`.
+
+    python -m recipes.lm --run-dir runs/encoder --objective masked --model.no-causal
+
+trains an encoder to fill in hidden tokens, and shows a text with its fillings.
 """
 
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import zoo
-from zoo import language, losses, optimizers, text, transformer
+from zoo import language, losses, masked, optimizers, text, transformer
 from zoo.common.configuration import require
+from zoo.data import masking
 from zoo.runs.command_line import cli
 
 
@@ -26,6 +32,9 @@ class Config(language.Config):
 
     run_dir: Path | str = Path("runs/lm")
     """Folder of the run, or its address on s3:// or gs://; the same command resumes it."""
+    objective: Literal["next_token", "masked"] = "next_token"
+    """Predict the next token, or fill in hidden ones (masked; of an encoder, --model.no-causal)."""
+    mask: masking.Config = masking.Config()
     steps: int = 500
     """Optimizer steps in all; more than before continues a finished run."""
     balance: float = 0.01
@@ -48,11 +57,28 @@ class Config(language.Config):
             self.router_z == 0 or self.model.experts.num_experts is not None,
             f"router_z={self.router_z}: is for models with experts; set model.experts.num_experts",
         )
+        masked = self.objective == "masked"
+        require(
+            masked or self.mask == masking.Config(),
+            f"mask={self.mask}: is for objective='masked', and objective={self.objective!r}",
+        )
+        require(
+            not (masked and self.model.causal),
+            "model.causal=True: objective='masked' is for encoders, which see the tokens behind a "
+            "hidden one; give --model.no-causal",
+        )
+        require(
+            not (masked and self.sample_every),
+            f"sample_every={self.sample_every}: an encoder writes no text; leave it out",
+        )
 
 
 def main(config: Config) -> None:
     """Train, evaluate, sample and save."""
     with zoo.Run(config) as run:
+        if config.objective == "masked":
+            train_masked(run, config)
+            return
         data = language.read_text(run)
         model = model_config(config, data)
         training = language.training(
@@ -67,6 +93,18 @@ def main(config: Config) -> None:
             loss_fn = losses.balanced_next_token(config.balance, config.router_z)
             training = dataclasses.replace(training, loss_fn=loss_fn)
         language.train(run, data, training)
+
+
+def train_masked(run: zoo.Run, config: Config) -> None:
+    """The same for an encoder that fills in hidden tokens."""
+    data = masked.read_text(run, config.mask)
+    model = model_config(config, data.text)
+    training = masked.training(
+        run, config.optimizer, data, lambda key: transformer.Transformer(model, key=key)
+    )
+    # The unit of its losses and speeds is a hidden token.
+    flops = transformer.num_flops_per_token(model, max(data.train.buckets)) / config.mask.rate
+    masked.train(run, data, dataclasses.replace(training, flops_per_token=flops, remat=model.remat))
 
 
 def model_config(config: Config, data: text.Text) -> transformer.Config:

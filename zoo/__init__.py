@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from zoo.tasks import classification as classification
     from zoo.tasks import finetuning as finetuning
     from zoo.tasks import language as language
+    from zoo.tasks import masked as masked
     from zoo.training import losses as losses
     from zoo.training import optimizers as optimizers
     from zoo.training.compiled import RecompilationError as RecompilationError
@@ -107,7 +108,7 @@ _HOMES = {
     "zoo.runs.loop": "fit",
     "zoo.runs.run": "Run",
     "zoo.sharding": "Layout make_mesh",
-    "zoo.tasks": "classification finetuning language",
+    "zoo.tasks": "classification finetuning language masked",
     "zoo.training": "losses optimizers",
     "zoo.training.compiled": "RecompilationError",
     "zoo.training.description": "Training",

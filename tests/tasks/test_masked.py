@@ -1,0 +1,82 @@
+"""Encoders that fill in hidden tokens: the recipe on one device and on a mesh."""
+
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tyro
+from recipe_cases import losses
+
+import zoo
+from recipes import lm
+from zoo.data.masking import with_mask
+from zoo.data.tokenizer import load_tokenizer
+
+FLAGS = (
+    "--objective=masked",
+    "--mask-rate=0.2",
+    "--model.no-causal",
+    "--model.num-layers=1",
+    "--model.d-model=32",
+    "--model.num-heads=2",
+    "--data.seq-len=32",
+    "--data.batch-size=8",
+    "--data.vocab-size=300",
+    "--steps=6",
+    "--log-every=1",
+    "--eval-every=3",
+    "--precision=fp32",
+    "--optimizer.name=adamw",
+)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    for i in range(40):
+        words = " ".join(f"{'abcdefgh'[(i * j) % 8] * 3}{j % 7}" for j in range(60))
+        (folder / f"{i}.txt").write_text(words)
+    return f"--data={folder}/*.txt", f"--data.cache={folder}/cache"
+
+
+def train(folder, corpus, *flags):
+    lm.main(tyro.cli(lm.Config, args=[*FLAGS, *corpus, f"--run-dir={folder}", *flags]))
+    return losses(folder)
+
+
+def test_an_encoder_learns_alike_on_a_mesh(corpus, tmp_path, capsys):
+    one = train(tmp_path / "one", corpus)
+    said = capsys.readouterr().out
+    assert "nats per hidden token" in said
+    assert "[" in said.rpartition("filled in]:")[2]
+    mesh = train(tmp_path / "mesh", corpus, "--mesh=data=2,fsdp=2,tensor=2")
+    assert one.keys() == mesh.keys() == {*range(1, 7)}
+    assert np.allclose([*one.values()], [*mesh.values()], rtol=1e-5)
+
+    model = zoo.load(tmp_path / "one" / "model")
+    tokenizer = load_tokenizer(tmp_path / "one" / "model")
+    _, mask_id = with_mask(tokenizer)
+    assert mask_id == tokenizer.vocab_size - 1
+    assert model(jnp.asarray([[1, mask_id, 2]])).shape[-1] >= tokenizer.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--model.causal", "model.causal=True"),
+        ("--objective=next_token", r"mask=.*objective='next_token'"),
+        ("--sample-every=2", "sample_every=2"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(flags, said, corpus, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        train(tmp_path, corpus, flags)
+    assert re.search(said, " ".join(capsys.readouterr().err.split()))
+
+
+def test_bytes_and_mixtures_have_no_mask(corpus, tmp_path):
+    with pytest.raises(ValueError, match=r"data.tokenizer='bytes'"):
+        train(tmp_path / "bytes", corpus, "--data.tokenizer=bytes")
+    with pytest.raises(ValueError, match=r"data.files='a="):
+        train(tmp_path / "mixture", corpus, f"--data=a={corpus[0].partition('=')[2]}")
