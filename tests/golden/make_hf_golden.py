@@ -168,6 +168,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4MoeFor",
         {**DEEPSEEK, "n_group": 1, "topk_group": 1, "attention_bias": True, "head_dim": 8},
     ),
+    "gpt_oss": (
+        "GptOssFor",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 11,
+            "head_dim": 6,
+            "sliding_window": 5,
+            "num_hidden_layers": 3,
+            "rope_parameters": {**YARN, "rope_theta": 1000.0, "truncate": False},
+        },
+    ),
     "qwen3_next": ("Qwen3NextFor", {**HYBRID, **EXPERTS}),
     "qwen3_5": ("Qwen3_5For", HYBRID),
     "qwen3_5_moe": ("Qwen3_5MoeFor", {**HYBRID, **EXPERTS}),
@@ -240,6 +252,8 @@ def make(name: str) -> torch.nn.Module:
             noise = torch.randn(x.shape, generator=generator)
             if x.ndim == 1:
                 x.copy_(0.3 * noise + (offset if path.endswith("weight") else 0.0))
+            elif path.endswith("_bias"):
+                x.copy_(0.3 * noise)
             elif "emb" in path or ".wte" in path or ".wpe" in path:
                 x.copy_(noise * (0.5 if model.config.tie_word_embeddings else 1.0))
             else:

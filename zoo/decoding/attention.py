@@ -97,6 +97,7 @@ class LayerCache(eqx.Module):
         *,
         soft_cap: float | None = None,
         scale: float | None = None,
+        sinks: Float[Array, "heads"] | None = None,
     ) -> Float[Array, "batch new heads head_dim"]:
         """The attention output of the tokens just written, each over the slots that it sees."""
         batch, count = q_BTNH.shape[:2]
@@ -113,7 +114,9 @@ class LayerCache(eqx.Module):
         seen_BS = index_S[None] >= (clock.index - clock.positions)[:, None]
         seen_BTS = seen_TS[None] & seen_BS[:, None]
         keys, values = (_with_rows(x, batch) for x in (self.keys, self.values))
-        return attend_to_slots(q_BTNH, keys, values, seen_BTS, soft_cap=soft_cap, scale=scale)
+        return attend_to_slots(
+            q_BTNH, keys, values, seen_BTS, soft_cap=soft_cap, scale=scale, sinks=sinks
+        )
 
     def take(self, rows: Int[Array, "rows"], batch: int) -> "LayerCache":
         """The ring of some of the rows, of that many."""
@@ -290,11 +293,10 @@ class AttentionDecoder(eqx.Module):
         x_BTE, rotaries = self.model.embed(tokens, clock.positions[:, None] + ahead)
         layers: list[LayerCache | RecurrentCache] = []
 
-        def attend(
-            ring: Any, q: Array, k: Array, v: Array, *, soft_cap: Any, scale: Any, **_: Any
-        ) -> Array:
+        def attend(ring: Any, q: Array, k: Array, v: Array, **options: Any) -> Array:
             layers.append(written := ring.write(k, v, clock))
-            return written.attend(q, clock, soft_cap=soft_cap, scale=scale)
+            given = {name: options[name] for name in ("soft_cap", "scale", "sinks")}
+            return written.attend(q, clock, **given)
 
         def recur(layer: Any, recurrence: Mixer, x_BTE: Array, marks: Marks) -> Array:
             read, y_BTE = layer.read(recurrence, x_BTE)

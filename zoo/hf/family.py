@@ -173,6 +173,14 @@ class Layout:
         """The tensor's axis along which it holds several parameters; None if it holds one."""
         return next((i for i, group in enumerate(self.factors) if "part" in group), None)
 
+    def joined(self, parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
+        """Its parameters' parts of the tensor: side by side, or with "part" last in turn."""
+        axis = self.part_axis or 0
+        if len(parts) == 1 or self.factors[axis][0] == "part":
+            return np.concatenate(parts, axis, dtype=dtype)
+        shape = (*parts[0].shape[:axis], -1, *parts[0].shape[axis + 1 :])
+        return np.stack(parts, axis + 1, dtype=dtype).reshape(shape)
+
     def rows(self, size: int) -> Iterator[dict[str, slice]]:
         """The tensor cut along its first axis to `size` values at most, as slices of an axis."""
         if not self._theirs:
@@ -204,10 +212,14 @@ class Layout:
     def _size(self, axis: str) -> int:
         return self._num_parts if axis == "part" else self.sizes[axis]
 
-    def _tensor_slices(self, ranges: Mapping[str, Range]) -> tuple[Index, Index, list[int]]:
+    def _tensor_slices(
+        self, ranges: Mapping[str, Range]
+    ) -> tuple[Index, tuple[slice | int, ...], list[int]]:
         """The slices to read of a tensor, and how to cut them to the ranges, once in that shape."""
         ranges = {**ranges, "part": (self._part, self._part + 1)}
-        where, cuts, shape = [], [], []
+        where: list[slice] = []
+        cuts: list[slice | int] = []
+        shape: list[int] = []
         for group in self.factors:
             low, high = 0, 1  # the range to read, in blocks of the remaining factors
             for axis in group:
@@ -220,6 +232,9 @@ class Layout:
                 if axis != "part":
                     cuts.append(cut)
                     shape.append(stop - start)
+                elif cut != slice(None):  # of parameters that take turns
+                    cuts.append(self._part)
+                    shape.append(size)
             where.append(slice(low, high))
         return tuple(where), tuple(cuts), shape
 

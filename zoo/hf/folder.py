@@ -19,7 +19,7 @@ from jaxtyping import PyTree
 from zoo.common.checksums import Digest
 from zoo.data import special_tokens
 from zoo.data import tokenizer as tokenizers
-from zoo.hf import quantization, token_ids
+from zoo.hf import floats, quantization, token_ids
 from zoo.hf.family import Family, Layout, Piece, layouts, pieces
 from zoo.hf.methods import read_method
 from zoo.hf.model_types import MODEL_TYPES, REFUSED
@@ -211,15 +211,22 @@ HUGGING_FACE = _HuggingFace()
 
 def _announced_skeleton(folder: Path, values: dict, options: Options) -> PyTree:
     """The skeleton of a folder without weights, in the dtype that `config.json` names."""
-    if quantization.FIELD in values:
+    if quantization.FIELD in values and not _is_decoded(values):
         raise PublishError(
             f"{folder / 'config.json'} has a {quantization.FIELD}, whose details its weights say: "
             "download the model first, by zoo.load, or plan the model that it was made of"
         )
     skeleton = _skeleton(*_family(folder, values))
-    named = values.get("dtype") or values.get("torch_dtype") or "float32"
+    default = "bfloat16" if _is_decoded(values) else "float32"
+    named = values.get("dtype") or values.get("torch_dtype") or default
     dtype = options.dtype or parse_dtype(named)
     return quantized_skeleton(typed(skeleton, lambda name: dtype), options.quantize)
+
+
+def _is_decoded(values: dict) -> bool:
+    """Whether the weights are read as floats, though they are stored as fewer bits."""
+    settings = values.get(quantization.FIELD)
+    return isinstance(settings, dict) and settings.get("quant_method") in floats.METHODS
 
 
 def _family(folder: Path, values: dict, ignore: Collection[str] | None = ()) -> tuple[Family, Any]:
@@ -267,10 +274,11 @@ def _open(
 ) -> tuple[PyTree, Weights, dict[str, Layout | Part]]:
     """The skeleton of a folder's model, its files, and where in them each parameter lies."""
     family, config = _family(folder, values, options.ignore)
-    method = None
-    if (settings := values.get(quantization.FIELD)) is not None:
+    method, weights = None, Weights(folder)
+    if _is_decoded(values):
+        weights = floats.decoded(weights, values[quantization.FIELD], f"{folder / CONFIG}")
+    elif (settings := values.get(quantization.FIELD)) is not None:
         method = read_method(settings, f"{folder / CONFIG}", options.quantize)
-    weights = Weights(folder)
     config = token_ids.with_eos_ids(family.adapt(config, weights.tensors), folder, values)
     skeleton = _skeleton(family, config)
     present = (x for x in family.prefixes if family.marker.format(prefix=x) in weights.tensors)
@@ -335,7 +343,7 @@ def tensors_of(model: Any, family: Family, dtypes: Mapping[str, np.dtype]) -> di
                 for path, at in group:
                     taken = gathered(arrays[path], found[path].at({**at, **rows}))
                     made.append(found[path].write(at, taken))
-                yield np.concatenate(made, axis or 0, dtype=dtype)
+                yield found[group[0].path].joined(made, dtype)
 
     described = {}
     for name, parts in pieces(found).items():

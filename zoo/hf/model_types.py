@@ -9,6 +9,7 @@ from zoo import bert, transformer
 from zoo.hf.delta_nets import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from zoo.hf.experts import DENSE_MLP, GLM4_MOE, GRANITE_MOE, INTERVAL, OLMOE, QWEN2_MOE
 from zoo.hf.family import Family, canonical, table
+from zoo.hf.gpt_oss import GPT_OSS
 from zoo.hf.interleaved import ERNIE4_5, HELIUM
 from zoo.hf.llamas import (
     BOTH_NORMS,
@@ -304,7 +305,7 @@ REFUSED = {
 # `family_of` prefers the first of the families that fit.
 _ORDER = [LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GEMMA2, GEMMA3]
 _ORDER += [MIXTRAL, QWEN3_MOE, GPT2, BERT]
-_ORDER += [QWEN2_MOE, OLMOE, GRANITE_MOE, GLM4_MOE]
+_ORDER += [QWEN2_MOE, OLMOE, GRANITE_MOE, GLM4_MOE, GPT_OSS]
 _ORDER += [HELIUM, ERNIE4_5]
 _ORDER += [QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GRANITE, BAMBA, MAMBA2, XLSTM]
 MODEL_TYPES = {family.model_type: family for family in _ORDER}

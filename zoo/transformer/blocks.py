@@ -94,6 +94,7 @@ class Attention(eqx.Module):
     bk: Float[Array, "kv_heads head_dim"] | None
     bv: Float[Array, "kv_heads head_dim"] | None
     bo: Float[Array, "embed"] | None
+    sinks: Float[Array, "heads"] | None
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
     causal: bool = eqx.field(static=True)
@@ -116,6 +117,7 @@ class Attention(eqx.Module):
         self.bk = jnp.zeros((kv_heads, size)) if qkv_bias else None
         self.bv = jnp.zeros((kv_heads, size)) if qkv_bias else None
         self.bo = jnp.zeros(embed) if config.bias else None
+        self.sinks = jnp.zeros(heads) if config.attention.sinks else None
         self.q_norm = self.k_norm = None
         rms_norm = partial(
             RMSNorm,
@@ -158,6 +160,7 @@ class Attention(eqx.Module):
             window=window,
             soft_cap=self.config.soft_cap,
             scale=self.config.scale,
+            sinks=self.sinks,
             implementation=self.config.kernel,
         )
         out_BTNH = constrain(out_BTNH, "batch", "inner_seq", "heads", "head_dim")

@@ -45,6 +45,8 @@ class AttentionConfig:
     output_gate: bool = False
     """Multiply the output of each head, before the last projection, by a sigmoid of the layer's
     input (Qwen3-Next)."""
+    sinks: bool = False
+    """A logit per head that takes part in the softmax, and has no value (gpt-oss)."""
     kernel: Implementation = may_differ("auto")
     """Attention kernel: auto, chunked, xla, cudnn or triton (GPUs), splash or splash_fused (TPUs);
     or auto with ring or exchange, where a mesh splits rows: keys go around the devices, or these

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from zoo.nn.attention.chunked import Chunked
 from zoo.nn.attention.context_parallel import Transfer, on_each_device
-from zoo.nn.attention.kernels import Kernel
+from zoo.nn.attention.kernels import Kernel, run
 from zoo.nn.attention.masks import MASKED, Mask, einsum32
 from zoo.nn.attention.splash import Splash
 from zoo.nn.products import compute_capability, in_forward_mode, low_on_cpu, platform
@@ -39,13 +39,15 @@ def attention(
     window: int | None = None,
     soft_cap: float | None = None,
     scale: float | None = None,
+    sinks: Float[Array, "heads"] | None = None,
     implementation: Implementation = "auto",
 ) -> Float[Array, "batch queries heads head_dim"]:
     """Softmax attention with grouped queries over packed rows; the softmax is in fp32.
 
     Queries and keys are the same positions. A query sees the keys of its own segment, not later
     ones if `causal`, and no further than `window - 1` positions away. `soft_cap` bounds the
-    logits by `soft_cap * tanh(logits / soft_cap)`; `scale` defaults to head_dim**-0.5.
+    logits by `soft_cap * tanh(logits / soft_cap)`; `scale` defaults to head_dim**-0.5. `sinks`
+    are logits beside those of all keys, one per head (`zoo.nn.attention.kernels.run`).
 
     Implementations:
 
@@ -73,7 +75,8 @@ def attention(
     if implementation in ("ring", "exchange"):
         transfer, implementation = implementation, "auto"
     mask = Mask(causal, window)
-    refuses = functools.partial(_refusal, q_BTNH, mask, soft_cap, segment_ids is not None)
+    packed, has_sinks = segment_ids is not None, sinks is not None
+    refuses = functools.partial(_refusal, q_BTNH, mask, soft_cap, packed, has_sinks)
     refusal = refuses(implementation)
     if implementation == "auto":
         implementation = next((x for x in _KERNELS if not refuses(x)), "chunked")
@@ -92,9 +95,9 @@ def attention(
             kernel = Splash(mask, scale, soft_cap, fused=implementation == "splash_fused")
         # XLA splits rows and heads of its own products, but neither a kernel nor tokens.
         if implementation != "chunked" or num_parts("inner_seq") > 1:
-            return on_each_device(kernel, q_BTNH, k_BSKH, v_BSKH, segment_ids, transfer)
+            return on_each_device(kernel, q_BTNH, k_BSKH, v_BSKH, segment_ids, transfer, sinks)
         segments = None if segment_ids is None else (segment_ids, segment_ids)
-        return kernel(q_BTNH, k_BSKH, v_BSKH, segments)
+        return run(kernel, q_BTNH, k_BSKH, v_BSKH, segments, sinks)
     same = None
     if segment_ids is not None:
         same = (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
@@ -114,7 +117,12 @@ _KERNELS: tuple[Implementation, ...] = ("splash", "cudnn", "triton")
 
 
 def _refusal(
-    q_BTNH: Array, mask: Mask, soft_cap: float | None, packed: bool, implementation: str
+    q_BTNH: Array,
+    mask: Mask,
+    soft_cap: float | None,
+    packed: bool,
+    has_sinks: bool,
+    implementation: str,
 ) -> str | None:
     """Why an implementation cannot serve, or None if it can."""
     length, size, dtype = q_BTNH.shape[1], q_BTNH.shape[-1], q_BTNH.dtype
@@ -125,6 +133,8 @@ def _refusal(
     is_splash = implementation.startswith("splash")
     if soft_cap is not None and not is_splash and implementation != "triton":
         return f"has no soft cap, and attention.soft_cap={soft_cap}"
+    if has_sinks and implementation in ("xla", "cudnn"):
+        return "has no sinks, and attention.sinks=True"
     if implementation == "xla":
         return None
     if in_forward_mode():
@@ -168,10 +178,11 @@ def attend_to_slots(
     *,
     soft_cap: float | None = None,
     scale: float | None = None,
+    sinks: Float[Array, "heads"] | None = None,
 ) -> Float[Array, "batch new heads head_dim"]:
     """Softmax attention of a few queries per row over the slots they see, as decoding needs it.
 
-    `soft_cap` and `scale` are as in `attention`; the softmax is in fp32.
+    `soft_cap`, `scale` and `sinks` are as in `attention`; the softmax is in fp32.
     """
     batch, kv_heads, _, size = k_BKSH.shape
     new, heads = q_BTNH.shape[1:3]
@@ -187,7 +198,13 @@ def attend_to_slots(
     logits = einsum32("bkgh,bksh->bkgs", q_BKGH, k_BKSH) * (size**-0.5 if scale is None else scale)
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
-    weights = jax.nn.softmax(jnp.where(seen_B1GS, logits, MASKED), axis=-1)
+    logits = jnp.where(seen_B1GS, logits, MASKED)
+    if sinks is None:
+        weights = jax.nn.softmax(logits, axis=-1)
+    else:
+        sinks_KG1 = jnp.tile(sinks.astype(jnp.float32).reshape(kv_heads, -1), (1, new))[..., None]
+        total = jnp.logaddexp(jax.nn.logsumexp(logits, -1, keepdims=True), sinks_KG1[None])
+        weights = jnp.exp(logits - total)
     out = einsum32("bkgs,bksh->bkgh", weights.astype(v_BKSH.dtype), v_BKSH)
     out = out[:, :, :num_queries].astype(q_BTNH.dtype)
     return out.reshape(batch, kv_heads, new, -1, size).swapaxes(1, 2).reshape(q_BTNH.shape)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from zoo.nn.attention.kernels import Kernel
+from zoo.nn.attention.kernels import Kernel, run
 from zoo.nn.attention.masks import NO_SEGMENT, Mask, Segments
 from zoo.nn.attention.ring import Ring, cut
 from zoo.sharding import ShardingError, is_sharding, mesh_axes, split_by
@@ -91,14 +91,24 @@ class Exchange(NamedTuple):
         return transfer == "exchange" or self.sends_less(length, mask, reach)
 
     def attend(
-        self, kernel: Kernel, q: Array, k: Array, v: Array, segment_ids: Array | None
+        self,
+        kernel: Kernel,
+        q: Array,
+        k: Array,
+        v: Array,
+        segment_ids: Array | None,
+        sinks: Array | None,
     ) -> Array:
         """Attention to whole rows, for this device's share of the heads, and back to its tokens."""
+        if sinks is not None:
+            share = self.heads // self.parts
+            first = jax.lax.axis_index(self.axes) * share
+            sinks = jax.lax.dynamic_slice_in_dim(sinks, first, share)
         to = functools.partial(jax.lax.all_to_all, axis_name=self.axes, tiled=True)
         k, v = (jnp.repeat(x, self.copies, axis=2) for x in (k, v))
         q, k, v = (to(x, split_axis=2, concat_axis=1) for x in (q, k, v))
         segments = None if segment_ids is None else (segment_ids, segment_ids)
-        return to(kernel(q, k, v, segments), split_axis=1, concat_axis=2)
+        return to(run(kernel, q, k, v, segments, sinks), split_axis=1, concat_axis=2)
 
 
 def on_each_device(
@@ -108,6 +118,7 @@ def on_each_device(
     v_BSKH: Float[Array, "batch keys kv_heads head_dim"],
     segment_ids: Int[Array, "batch keys"] | None,
     transfer: Transfer,
+    sinks_N: Float[Array, "heads"] | None = None,
 ) -> Float[Array, "batch queries heads head_dim"]:
     """Attention on each device's rows, heads and tokens: XLA does not split it well by itself.
 
@@ -117,7 +128,7 @@ def on_each_device(
     """
     if not is_sharding():
         segments = None if segment_ids is None else (segment_ids, segment_ids)
-        return kernel(q_BTNH, k_BSKH, v_BSKH, segments)
+        return run(kernel, q_BTNH, k_BSKH, v_BSKH, segments, sinks_N)
     mesh, total = jax.sharding.get_abstract_mesh(), q_BTNH.shape[1]
     rows, time, heads = partition_spec(["batch", "inner_seq", "heads"], mesh)
     _, _, kv_heads = partition_spec(["batch", "inner_seq", "kv_heads"], mesh)
@@ -131,7 +142,9 @@ def on_each_device(
     mask = kernel.mask
     near = _Neighbours.of(mask, total, axes, parts)
 
-    def local(q: Array, k: Array, v: Array, segment_ids: Array | None) -> Array:
+    def local(
+        q: Array, k: Array, v: Array, segment_ids: Array | None, sinks: Array | None
+    ) -> Array:
         if kv_heads != heads:
             group = total_heads // total_kv_heads
             axes_of_heads = mesh_axes([heads])
@@ -139,18 +152,18 @@ def on_each_device(
             k, v = (_heads_of(x, first, q.shape[2], group) for x in (k, v))
         exchange = Exchange(axes, parts, q.shape[2], k.shape[2])
         if exchange.chosen(transfer, total, mask, near.before + near.after):
-            return exchange.attend(kernel, q, k, v, segment_ids)
+            return exchange.attend(kernel, q, k, v, segment_ids, sinks)
         if parts == 1 or mask.window is not None:
-            return near.attend(kernel, q, k, v, segment_ids)
-        return Ring(kernel, axes, parts).attend(q, k, v, segment_ids)
+            return near.attend(kernel, q, k, v, segment_ids, sinks)
+        return Ring(kernel, axes, parts).attend(q, k, v, segment_ids, sinks)
 
     # A kernel's results do not say over which axes they vary, which the check would ask for.
     return jax.shard_map(
         local,
-        in_specs=(of_queries, of_keys, of_keys, PartitionSpec(rows)),
+        in_specs=(of_queries, of_keys, of_keys, PartitionSpec(rows), PartitionSpec(heads)),
         out_specs=of_queries,
         check_vma=False,
-    )(q_BTNH, k_BSKH, v_BSKH, segment_ids)
+    )(q_BTNH, k_BSKH, v_BSKH, segment_ids, sinks_N)
 
 
 def _heads_of(x_BSKH: Array, first: Array | int, num_heads: int, group: int) -> Array:
@@ -181,12 +194,18 @@ class _Neighbours(NamedTuple):
         return _Neighbours(axes, number, length, reach, 0 if mask.causal else reach)
 
     def attend(
-        self, kernel: Kernel, q: Array, k: Array, v: Array, segment_ids: Array | None
+        self,
+        kernel: Kernel,
+        q: Array,
+        k: Array,
+        v: Array,
+        segment_ids: Array | None,
+        sinks: Array | None,
     ) -> Array:
         """The output of this device's queries, whose keys and values are `k` and `v` so far."""
         segments = self._segments(segment_ids, q.shape[0])
         kernel = kernel.under(kernel.mask, first=self.before)
-        return kernel(q, self._seen(k), self._seen(v), segments)
+        return run(kernel, q, self._seen(k), self._seen(v), segments, sinks)
 
     def _seen(self, x_BSKH: Array) -> Array:
         """The keys or values that this device's queries see, and it has one part of."""

@@ -6,10 +6,13 @@ Legend of suffixes: as in `zoo.nn.attention.attention`.
 import functools
 from typing import Any, Protocol, runtime_checkable
 
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from zoo.nn.attention.masks import Mask, Segments
 from zoo.nn.products import custom_vjp
+from zoo.nn.remat import KEPT
 
 
 @runtime_checkable
@@ -63,3 +66,44 @@ def _backward(kernel: Any, residuals: Any, g: Array) -> Any:
 
 
 attend.defvjp(_forward, _backward)
+
+
+def run(
+    kernel: Any, q: Array, k: Array, v: Array, segments: Any, sinks: Float[Array, "heads"] | None
+) -> Array:
+    """The output of a kernel, perhaps with sinks: logits per head beside those of its keys.
+
+    A sink takes part in the softmax, and has no value (gpt-oss, 2025; Xiao et al. 2023): it adds
+    to the sum that the output is divided by, so that kernels need to know nothing of it.
+    """
+    if sinks is None:
+        return kernel(q, k, v, segments)
+    return _attend_with_sinks(q, k, v, segments, sinks, kernel)
+
+
+@functools.partial(custom_vjp, nondiff_argnums=(5,))
+def _attend_with_sinks(
+    q: Array, k: Array, v: Array, segments: Any, sinks: Array, kernel: Any
+) -> Array:
+    return _forward_with_sinks(q, k, v, segments, sinks, kernel)[0]
+
+
+def _forward_with_sinks(
+    q: Array, k: Array, v: Array, segments: Any, sinks: Array, kernel: Any
+) -> Any:
+    out, log_sum = kernel.forward(q, k, v, segments)
+    total = jnp.logaddexp(log_sum, sinks.astype(jnp.float32)[None, None])
+    out = (out.astype(jnp.float32) * jnp.exp(log_sum - total)[..., None]).astype(out.dtype)
+    out, total = checkpoint_name(out, KEPT), checkpoint_name(total, KEPT)
+    return out, ((q, k, v), segments, out, total, sinks)
+
+
+def _backward_with_sinks(kernel: Any, residuals: Any, g: Array) -> Any:
+    qkv, segments, out, total, sinks = residuals
+    dq, dk, dv = kernel.backward(qkv, segments, out, total, g)
+    delta = (out.astype(jnp.float32) * g.astype(jnp.float32)).sum(-1)
+    share = jnp.exp(sinks.astype(jnp.float32)[None, None] - total)
+    return dq, dk, dv, None, -(share * delta).sum((0, 1)).astype(sinks.dtype)
+
+
+_attend_with_sinks.defvjp(_forward_with_sinks, _backward_with_sinks)

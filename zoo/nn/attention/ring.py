@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from zoo.nn.attention.kernels import Kernel, attend
+from zoo.nn.attention.kernels import Kernel, attend, run
 from zoo.nn.attention.masks import Mask, Segments
 from zoo.nn.remat import KEPT
 from zoo.sharding import ShardingError, split_by
@@ -40,14 +40,20 @@ class Ring(NamedTuple):
         """Whether queries see no later keys."""
         return self.kernel.mask.causal
 
-    def attend(self, q: Array, k: Array, v: Array, segment_ids: Array | None) -> Array:
+    def __call__(self, q: Array, k: Array, v: Array, segment_ids: Any) -> Array:
+        """The output of queries in zigzag."""
+        return attend(q, k, v, segment_ids, self)
+
+    def attend(
+        self, q: Array, k: Array, v: Array, segment_ids: Array | None, sinks: Array | None
+    ) -> Array:
         """The output of this device's queries.
 
         Raises:
             ShardingError: a causal row whose parts have no halves.
         """
         if not self.causal:
-            return attend(q, k, v, segment_ids, self)
+            return run(self, q, k, v, segment_ids, sinks)
         if q.shape[1] % 2:
             raise ShardingError(
                 f"a row of {self.parts * q.shape[1]} tokens, split by {split_by('inner_seq')}: "
@@ -55,7 +61,8 @@ class Ring(NamedTuple):
                 f"multiple of {2 * self.parts}, or change the mesh"
             )
         q, k, v = (self._in_order(self._exchanged(x)) for x in (q, k, v))
-        return self._exchanged(self._in_order(attend(q, k, v, segment_ids, self)))
+        out = run(self, q, k, v, segment_ids, sinks)
+        return self._exchanged(self._in_order(out))
 
     def forward(
         self, q: Array, k: Array, v: Array, ids: Array | None
