@@ -66,7 +66,7 @@ def test_every_module_has_a_room():
 CEILINGS = {
     "common": 1362,
     "sharding": 1430,
-    "nn": 4600,
+    "nn": 4760,
     "transformer": 1860,
     "rnn": 897,
     "mlp": 220,
@@ -75,7 +75,7 @@ CEILINGS = {
     "quantization": 682,
     "data": 6946,
     "training": 2730,
-    "decoding": 1334,
+    "decoding": 1370,
     "publishing": 1807,
     "hf": 4400,
     "runs": 4722,

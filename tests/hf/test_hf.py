@@ -22,7 +22,7 @@ from zoo.decoding.decoder import decoder_of
 GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
 CASES = sorted(path.name for path in GOLDEN.iterdir())
 DECODERS = [name for name in CASES if name != "bert"]
-WINDOWED = {"mistral", "qwen2_windows", "gemma2", "gemma3", "mixtral"}
+WINDOWED = {"mistral", "qwen2_windows", "gemma2", "gemma3", "gpt_oss", "mixtral"}
 # Every variant of the maths by default, the others with -m slow.
 QUICK = {"gemma3", "gpt2", "mixtral", "olmo2", "qwen2_windows"}
 SLOW = pytest.mark.slow

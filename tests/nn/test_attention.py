@@ -18,6 +18,7 @@ from jaxtyping import Array
 from zoo import sharding
 from zoo.nn.attention import attention, masks, splash, triton
 from zoo.nn.attention.attention import attend_to_slots, overridden_kernel
+from zoo.nn.attention.kernels import run as run_kernel
 from zoo.nn.attention.masks import Mask
 from zoo.nn.attention.splash import Blocks, blocks_for
 from zoo.nn.attention.triton import Tiling, Triton
@@ -48,15 +49,21 @@ def visible(length: int, causal: bool, window: int | None, segment_ids: Any) -> 
     return seen
 
 
-def textbook(q: Any, k: Any, v: Any, seen: np.ndarray, soft_cap: float | None, np: Any) -> Any:
+def textbook(
+    q: Any, k: Any, v: Any, seen: np.ndarray, soft_cap: float | None, np: Any, *sinks: Any
+) -> Any:
     """Softmax attention with the whole matrix; `np` is numpy, or jax.numpy for its gradient."""
     groups = q.shape[2] // k.shape[2]
     k, v = np.repeat(k, groups, axis=2), np.repeat(v, groups, axis=2)
     logits = np.einsum("bqnh,bknh->bnqk", q, k) / q.shape[-1] ** 0.5
     if soft_cap is not None:
         logits = soft_cap * np.tanh(logits / soft_cap)
-    exponentials = np.where(seen, np.exp(logits - logits.max(-1, keepdims=True)), 0.0)
-    weights = exponentials / exponentials.sum(-1, keepdims=True)
+    top = logits.max(-1, keepdims=True)
+    exponentials = np.where(seen, np.exp(logits - top), 0.0)
+    total = exponentials.sum(-1, keepdims=True)
+    for each in sinks:
+        total = total + np.exp(each[None, :, None, None] - top)
+    weights = exponentials / total
     return np.einsum("bnqk,bknh->bqnh", weights, v)
 
 
@@ -72,6 +79,8 @@ CASES: dict[str, dict[str, Any]] = {
     "wide window": {"length": 33, "window": 23},
     "encoder's window": {"length": 34, "window": 9, "causal": False, "xla": True},
     "soft cap": {"length": 20, "soft_cap": 1.5, "segments": True, "kv_heads": 1},
+    "sinks": {"length": 33, "window": 20, "segments": True, "heads": 4, "sinks": True}
+    | {"triton": True},
     "all": {"length": 33, "soft_cap": 2.0, "window": 20, "causal": False, "segments": True}
     | {"triton": True},
 }
@@ -87,23 +96,27 @@ def test_chunked_attention_matches_textbook_formula(name: str, monkeypatch: pyte
     seen = visible(length, case["causal"], case["window"], segment_ids)
     options = {k: case[k] for k in ("causal", "window")} | {"segment_ids": segment_ids}
 
+    sinks = [jnp.linspace(-1.0, 2.5, case["heads"])] if case.get("sinks") else []
+
     def run(implementation: Any, soft_cap: Any = None) -> tuple:
-        call = lambda q, k, v: attention(
-            q, k, v, **options, soft_cap=soft_cap, implementation=implementation
+        more = {"soft_cap": soft_cap, "implementation": implementation}
+        call = lambda q, k, v, *sinks: attention(
+            q, k, v, **options, **more, **dict(zip(["sinks"], sinks, strict=False))
         )
-        return value_and_gradients(call, g, *qkv)
+        return value_and_gradients(call, g, *qkv, *sinks)
 
     got = run("chunked", soft_cap)
-    exact = textbook(*(np.asarray(x, np.float64) for x in qkv), seen, soft_cap, np)
+    exact = textbook(*(np.asarray(x, np.float64) for x in qkv), seen, soft_cap, np, *sinks)
     np.testing.assert_allclose(got[0], exact, atol=2e-6)
-    plain = lambda q, k, v: textbook(q, k, v, seen, soft_cap, jnp)
+    plain = lambda q, k, v, *sinks: textbook(q, k, v, seen, soft_cap, jnp, *sinks)
     found = [got, run("xla")] if case.get("xla") else [got]
     if case.get("triton"):
         kernel = Triton(Mask(case["causal"], case["window"]), 8**-0.5, soft_cap)
         kernel = kernel._replace(tiling=TILING, interpret=True)
         ids = None if segment_ids is None else (segment_ids, segment_ids)
-        found.append(value_and_gradients(lambda q, k, v: kernel(q, k, v, ids), g, *qkv))
-    for place, want in enumerate(value_and_gradients(plain, g, *qkv)):
+        call = lambda q, k, v, *sinks: run_kernel(kernel, q, k, v, ids, *(sinks or [None]))
+        found.append(value_and_gradients(call, g, *qkv, *sinks))
+    for place, want in enumerate(value_and_gradients(plain, g, *qkv, *sinks)):
         for arrays in found:
             np.testing.assert_allclose(arrays[place], want, atol=2e-5)
 
@@ -336,6 +349,7 @@ def test_the_scale_may_be_given():
         ({}, jnp.float32),
         ({"soft_cap": 1.5}, jnp.float32),
         ({"soft_cap": 2.0, "scale": 0.3}, jnp.float32),
+        ({"sinks": True}, jnp.float32),
         ({}, jnp.bfloat16),
     ],
     ids=str,
@@ -346,12 +360,14 @@ def test_cached_attention_matches_textbook_formula(options: dict, dtype: Any, ne
     q, k, v = (jnp.asarray(2 * rng.normal(size=shape), dtype) for shape in shapes)
     seen = rng.random((3, new, 6)) < 0.5
     seen[..., 0] = True
-    run = lambda q, k, v: attend_to_slots(q, k, v, jnp.asarray(seen), **options)
+    sinks = [np.linspace(-1.0, 2.5, heads)] if "sinks" in options else []
+    given = {**options, "sinks": jnp.asarray(sinks[0])} if sinks else options
+    run = lambda q, k, v: attend_to_slots(q, k, v, jnp.asarray(seen), **given)
     got = run(q, k, v)
     assert got.dtype == dtype
     q64, k64, v64 = (np.asarray(x, np.float64) for x in (q, k.swapaxes(1, 2), v.swapaxes(1, 2)))
     q64 *= options.get("scale", 8**-0.5) * 8**0.5
-    want = textbook(q64, k64, v64, seen[:, None], options.get("soft_cap"), np)
+    want = textbook(q64, k64, v64, seen[:, None], options.get("soft_cap"), np, *sinks)
     tolerance = 4e-6 if dtype == jnp.float32 else 2**-7
     np.testing.assert_allclose(got.astype(jnp.float32), want, atol=tolerance * np.abs(want).max())
     # One query per head is two in bf16, for which XLA for CPU does not convert the keys.

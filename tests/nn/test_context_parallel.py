@@ -90,6 +90,30 @@ def test_attention_over_split_rows_is_that_of_whole_ones(
     check_attention(monkeypatch, mesh, packed, (4, 2), **options)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "window", "transfer"),
+    [
+        ("context=4,tensor=2", None, "ring"),
+        ("data=2,context=4", 12, "ring"),
+        ("context=2,tensor=2", None, "exchange"),
+        ("fsdp=2,tensor=2", None, "auto"),
+    ],
+)
+def test_sinks_over_split_rows_are_those_of_whole_ones(mesh: str, window: Any, transfer: str):
+    *qkv, g = inputs(64, (4, 2))
+    ids, sinks = segments(64).astype(jnp.int32), jnp.linspace(-1.0, 2.5, 4)
+
+    def run() -> tuple:
+        options = {"causal": True, "window": window, "implementation": transfer}
+        call = lambda q, k, v, sinks: attention(q, k, v, segment_ids=ids, sinks=sinks, **options)
+        return value_and_gradients(call, g, *qkv, sinks)
+
+    wanted = run()
+    assert np.abs(wanted[-1]).min() > 1e-2
+    with sharding.use(sharding.make_mesh(mesh)):
+        assert_equal(run(), wanted, 5e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "packed", "causal", "window", "soft_cap", "heads", "transfer"),

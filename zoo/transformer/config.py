@@ -161,7 +161,7 @@ class RopeScaling:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, 2 * pairs - 1)
         width = last - first or 0.001
-        return 1 - jnp.clip((jnp.arange(pairs) - first) / width, 0.0, 1.0)
+        return 1 - jnp.clip((jnp.arange(pairs, dtype=jnp.float32) - first) / width, 0.0, 1.0)
 
 
 @dataclass(frozen=True)
