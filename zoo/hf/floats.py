@@ -95,6 +95,8 @@ def decoded(weights: Weights, settings: dict, where: str) -> Weights:
         PublishError: settings that are not supported.
     """
     fields = Fields(settings, f"{where}: quantization_config")
+    gone: tuple[str, ...]
+    make: Callable[[str], Tensor]
     if settings["quant_method"] == "mxfp4":
         make, last, gone = partial(_mxfp4, weights), "_blocks", ("_blocks", "_scales")
     else:
