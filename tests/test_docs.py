@@ -43,10 +43,13 @@ SLOW = {
     *(f"docs/concepts/{name}.md" for name in ("derivatives", "models", "precision")),
     *(f"docs/guides/{name}.md" for name in ("distillation", "evaluation", "finetuning")),
     *(f"docs/guides/{name}.md" for name in ("generate", "preferences")),
+    *(f"docs/how-to/{name}.md" for name in ("attention", "freeze", "precision", "recurrence")),
+    *(f"docs/how-to/{name}.md" for name in ("resume", "shard")),
     "docs/reference/wrappers.md",
     *(f"docs/tutorials/{name}.md" for name in ("eight-devices", "equinox", "finetune", "loop")),
 }
 NOT_RUN = {
+    "docs/how-to/pretrained.md": ["network"],
     "docs/guides/hugging-face.md": ["network", "a finished run", "transformers", "ctranslate2"],
 }
 
