@@ -72,6 +72,15 @@ DEEPSEEK = {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.7,
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 9,
+    "kv_lora_rank": 10,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 5,
+}
+MSCALE = {"rope_theta": 1000.0, "mscale": 0.7, "mscale_all_dim": 0.7}
 MAMBA = {
     "num_hidden_layers": 3,
     "mamba_n_heads": 6,
@@ -167,6 +176,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_biases": (
         "Glm4MoeFor",
         {**DEEPSEEK, "n_group": 1, "topk_group": 1, "attention_bias": True, "head_dim": 8},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3For",
+        {**DEEPSEEK, **LATENT, "num_hidden_layers": 3, "rope_parameters": {**YARN, **MSCALE}},
+    ),
+    "deepseek_v2": (
+        "DeepseekV2For",
+        {**DEEPSEEK, **LATENT, "q_lora_rank": None, "topk_method": "group_limited_greedy"},
     ),
     "gpt_oss": (
         "GptOssFor",

@@ -24,7 +24,7 @@ CASES = sorted(path.name for path in GOLDEN.iterdir())
 DECODERS = [name for name in CASES if name != "bert"]
 WINDOWED = {"mistral", "qwen2_windows", "gemma2", "gemma3", "gpt_oss", "mixtral"}
 # Every variant of the maths by default, the others with -m slow.
-QUICK = {"gemma3", "gpt2", "mixtral", "olmo2", "qwen2_windows"}
+QUICK = {"deepseek_v3", "gemma3", "gpt2", "mixtral", "olmo2", "qwen2_windows"}
 SLOW = pytest.mark.slow
 GREEDY = [name if name in QUICK else pytest.param(name, marks=SLOW) for name in DECODERS]
 

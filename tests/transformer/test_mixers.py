@@ -29,8 +29,8 @@ from zoo.nn.recurrences.mixers import MIXERS
 from zoo.nn.remat import apart
 from zoo.publishing import PublishError
 from zoo.quantization.loading import quantized_skeleton
-from zoo.transformer.blocks import rotary_tables
 from zoo.transformer.config import num_flops_per_token
+from zoo.transformer.rotary import rotary_tables
 from zoo.wrappers import lora
 
 KEY = jax.random.key(0)

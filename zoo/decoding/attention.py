@@ -26,6 +26,7 @@ from zoo.nn.recurrences.marks import Marks
 from zoo.nn.remat import apart, scan_layers
 from zoo.sharding import constrain, is_sharding
 from zoo.transformer.config import Config, LayerKind, mixer_of
+from zoo.transformer.latent import LatentAttention
 from zoo.transformer.model import Transformer
 
 
@@ -44,19 +45,21 @@ class Clock(eqx.Module):
 class LayerCache(eqx.Module):
     """The keys and values of one layer, in the dtype that it computed them in.
 
+    Of latent attention, keys are values too.
+
     An array is [batch, kv_heads, slots, head_dim], on one device without the first two axes where
     they have size 1: XLA for CPU copies a ring with such an axis three times in every step,
     and four times one that is reshaped where it is read.
     """
 
     keys: Float[Array, "*rings slots head_dim"]
-    values: Float[Array, "*rings slots head_dim"]
+    values: Float[Array, "*rings slots head_dim"] | None
     window: int | None = eqx.field(static=True)
 
     @staticmethod
     def filled(
         k_BTKH: Float[Array, "batch seq kv_heads head_dim"],
-        v_BTKH: Float[Array, "batch seq kv_heads head_dim"],
+        v_BTKH: Float[Array, "batch seq kv_heads head_dim"] | None,
         num_slots: int,
         window: int | None,
     ) -> "LayerCache":
@@ -68,12 +71,13 @@ class LayerCache(eqx.Module):
             x_BKSH = jnp.pad(x_BKSH, ((0, 0), (0, 0), (0, max(0, num_slots - seq)), (0, 0)))
             return _place(jnp.roll(x_BKSH, max(0, seq - num_slots) % num_slots, axis=2))
 
-        return LayerCache(fill(k_BTKH), fill(v_BTKH), window)
+        keys, values = jax.tree.map(fill, (k_BTKH, v_BTKH))
+        return LayerCache(keys, values, window)
 
     def write(
         self,
         k_BTKH: Float[Array, "batch new kv_heads head_dim"],
-        v_BTKH: Float[Array, "batch new kv_heads head_dim"],
+        v_BTKH: Float[Array, "batch new kv_heads head_dim"] | None,
         clock: Clock,
     ) -> "LayerCache":
         """The ring with the next tokens in it, in place of the oldest where it is full."""
@@ -88,7 +92,8 @@ class LayerCache(eqx.Module):
                 ring = lax.dynamic_update_slice_in_dim(ring, part, slot, ring.ndim - 2)
             return ring
 
-        return LayerCache(put(self.keys, k_BTKH), put(self.values, v_BTKH), self.window)
+        keys, values = jax.tree.map(put, (self.keys, self.values), (k_BTKH, v_BTKH))
+        return LayerCache(keys, values, self.window)
 
     def attend(
         self,
@@ -113,14 +118,16 @@ class LayerCache(eqx.Module):
         # What is older than the row's first token is padding, or was never written.
         seen_BS = index_S[None] >= (clock.index - clock.positions)[:, None]
         seen_BTS = seen_TS[None] & seen_BS[:, None]
-        keys, values = (_with_rows(x, batch) for x in (self.keys, self.values))
+        keys = _with_rows(self.keys, batch)
+        values = keys if self.values is None else _with_rows(self.values, batch)
         return attend_to_slots(
             q_BTNH, keys, values, seen_BTS, soft_cap=soft_cap, scale=scale, sinks=sinks
         )
 
     def take(self, rows: Int[Array, "rows"], batch: int) -> "LayerCache":
         """The ring of some of the rows, of that many."""
-        keys, values = (_place(_with_rows(x, batch)[rows]) for x in (self.keys, self.values))
+        taken = lambda x: _place(_with_rows(x, batch)[rows])  # noqa: E731
+        keys, values = jax.tree.map(taken, (self.keys, self.values))
         return LayerCache(keys, values, self.window)
 
     def commit(self, count: Int[Array, ""] | int) -> "LayerCache":
@@ -134,7 +141,8 @@ def _with_rows(ring: Array, batch: int) -> Float[Array, "batch kv_heads slots he
 
 def _place(x_BKSH: Array) -> Float[Array, "*rings slots head_dim"]:
     if is_sharding():
-        return constrain(x_BKSH, "batch", "kv_heads", None, "head_dim")
+        heads = "kv_heads" if x_BKSH.shape[1] > 1 else None
+        return constrain(x_BKSH, "batch", heads, None, "head_dim")
     rings = [size for size in x_BKSH.shape[:2] if size > 1]
     return x_BKSH.reshape(*rings, *x_BKSH.shape[2:])
 
@@ -214,14 +222,15 @@ class AttentionDecoder(eqx.Module):
         positions = jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
         x_BTE, rotaries = self.model.embed(tokens, positions)
         segment_ids, marks = mask.astype(jnp.int32), Marks(mask)
-        shape = (*tokens.shape, config.kv_heads, config.head_size)
+        shape = (*tokens.shape, *config.cached)
+        shapes = (shape, None if config.attention.latent.kv_rank else shape)
         mixers = [*map(mixer_of, config.layer_kinds)]
 
         def layer(turn: int, kind: LayerKind, block: Any, carry: tuple, index: Array) -> tuple:
             x_BTE, stacks = carry
             window = config.window_of(kind)
             kept: list[Any] = []
-            attend = partial(_attend_and_keep, block, kept, (True, window, shape, shape))
+            attend = partial(_attend_and_keep, block, kept, (True, window, *shapes))
             recur = partial(_recur_and_keep, kept)
             rotary = rotaries[kind]
             x_BTE, _ = block(
@@ -240,7 +249,7 @@ class AttentionDecoder(eqx.Module):
         x_BTE, stacks = scan_layers(
             [partial(layer, turn, kind) for turn, kind in enumerate(config.layer_kinds)],
             self.model.blocks,
-            (x_BTE, self._stacks(shape, x_BTE.dtype)),
+            (x_BTE, self._stacks(shapes, x_BTE.dtype)),
             own=config.own,
             first=config.experts.first_dense,
             scan=config.scan_layers,
@@ -260,21 +269,24 @@ class AttentionDecoder(eqx.Module):
         logits = self.model.readout()(self.model.finish(x_BTE[:, -1:]))[:, 0]
         return logits, Cache(tuple(layers), Clock.after(mask))
 
-    def _stacks(self, shape: tuple[int, ...], dtype: DTypeLike) -> dict[str, Any]:
-        """Room for what the layers of each mixer keep: keys and values of a shape, or states."""
+    def _stacks(self, shapes: tuple[Any, Any], dtype: DTypeLike) -> dict[str, Any]:
+        """Room for what the layers of each mixer keep: keys and values of these shapes, or states.
+
+        Values have none where keys are values too.
+        """
         count = self.config.mixers.count
-        empty = jnp.zeros((count("attention"), *shape), dtype)
-        stacks: dict[str, Any] = {"attention": (empty, empty)}
+        keys = jnp.zeros((count("attention"), *shapes[0]), dtype)
+        stacks: dict[str, Any] = {"attention": (keys, None if shapes[1] is None else keys)}
         recurrence = self.model.blocks.recurrence
         if recurrence is not None:
-            one = apart(recurrence)[0].initial_state(shape[0])
+            one = apart(recurrence)[0].initial_state(shapes[0][0])
             zeros = lambda x: jnp.zeros((count("recurrence"), *x.shape), x.dtype)  # noqa: E731
             stacks["recurrence"] = jax.tree.map(zeros, one)
         return stacks
 
     def for_decoding(self) -> "AttentionDecoder":
         """The model with its blocks apart: no step copies their weights out of the stack."""
-        blocks = tuple(apart(self.model.blocks, self.config.own))
+        blocks = tuple(map(_absorbed, apart(self.model.blocks, self.config.own)))
         return eqx.tree_at(lambda decoder: decoder.model.blocks, self, blocks)
 
     def decode(
@@ -293,7 +305,7 @@ class AttentionDecoder(eqx.Module):
         x_BTE, rotaries = self.model.embed(tokens, clock.positions[:, None] + ahead)
         layers: list[LayerCache | RecurrentCache] = []
 
-        def attend(ring: Any, q: Array, k: Array, v: Array, **options: Any) -> Array:
+        def attend(ring: Any, q: Array, k: Array, v: Array | None, **options: Any) -> Array:
             layers.append(written := ring.write(k, v, clock))
             given = {name: options[name] for name in ("soft_cap", "scale", "sinks")}
             return written.attend(q, clock, **given)
@@ -314,12 +326,20 @@ class AttentionDecoder(eqx.Module):
         return logits, Cache(tuple(layers), clock)
 
 
+def _absorbed(block: Any) -> Any:
+    """A block whose latent attention, if it has that, is for decoding."""
+    if not isinstance(block.attention, LatentAttention):
+        return block
+    return eqx.tree_at(lambda block: block.attention, block, block.attention.absorbed())
+
+
 def _attend_and_keep(
-    block: Any, kept: list, expected: tuple, q: Array, k: Array, v: Array, **options: Any
+    block: Any, keeps: list, expected: tuple, q: Array, k: Array, v: Array, **options: Any
 ) -> Array:
     """As `zoo.nn.attention.attention`, or a ValueError where a cache would give another."""
-    kept.append((k, v))
-    found = options["causal"], options["window"], k.shape, v.shape
+    kept = options.pop("kept", (k, v))
+    keeps.append(kept)
+    found = options["causal"], options["window"], *(x if x is None else x.shape for x in kept)
     if found != expected:
         text = "causal={}, window={} to keys of the shape {} and values of {}"
         raise ValueError(

@@ -89,20 +89,20 @@ INTERVAL = (
     Interval(),
 )
 # DeepSeek-V3's router: sigmoids, a bias for the choice, and groups.
+GROUPS = (
+    Same("n_group", "experts.num_groups", 8),
+    Same("topk_group", "experts.groups_per_token", 4),
+)
 DEEPSEEK_ROUTER = {"experts.router": "sigmoid", "experts.bias_rate": LOAD_BIAS_RATE}
 
 
-def deepseek_experts(
-    experts: int, shared: int, dense: int, groups: tuple[int | None, int | None], scale: float
-) -> tuple[Rule, ...]:
+def deepseek_experts(experts: int, shared: int, dense: int, scale: float) -> tuple[Rule, ...]:
     """The fields of DeepSeek's experts, given the defaults that differ."""
     return (
         NumExperts(("n_routed_experts", "num_local_experts", "num_experts"), experts),
         Same("num_experts_per_tok", "experts.per_token", 8),
         Same("n_shared_experts", "experts.num_shared", shared),
         Same("routed_scaling_factor", "experts.scale", scale),
-        Same("n_group", "experts.num_groups", groups[0]),
-        Same("topk_group", "experts.groups_per_token", groups[1]),
         FirstDense(default=dense),
         Fixed("moe_layer_freq", 1, written=False),
     )
@@ -166,7 +166,9 @@ GLM4_MOE = decoder(
         *sizes(eps=1e-5, kv_heads=8, hidden="moe_intermediate_size"),
         SILU,
         Rotary(max_seq_len=131072, fraction=0.5),
-        *deepseek_experts(128, 1, 1, (1, 1), 1.0),
+        *deepseek_experts(128, 1, 1, 1.0),
+        Same("n_group", "experts.num_groups", 1),
+        Same("topk_group", "experts.groups_per_token", 1),
         Same("norm_topk_prob", "experts.normalize", True),
         Same("attention_bias", "attention.qkv_bias", False),
         Choice("use_qk_norm", "attention.qk_norm", {False: "none", True: "per_head"}, False),

@@ -391,6 +391,7 @@ def canonical(config: transformer.Config) -> transformer.Config:
         "attention.head_dim": config.head_size,
         "d_ff": None if config.mlp == "none" else config.hidden_size,
         "experts.dense_d_ff": config.dense_size,
+        "attention.latent.value_dim": config.value_size,
     }
     if "recurrent" not in pattern:
         changes["attention.window_pattern"] = shortest(pattern)
@@ -411,6 +412,8 @@ def canonical(config: transformer.Config) -> transformer.Config:
         "experts.groups_per_token": config.experts.num_groups == 1,
         "experts.group_score": config.experts.num_groups == 1,
         "experts.dense_d_ff": "dense_mlp" not in config.parts,
+        "attention.latent.value_dim": config.attention.latent.kv_rank is None,
+        "attention.latent.rotary_dim": config.attention.latent.kv_rank is None,
     }
     if config.experts.bias_rate is not None:  # a matter of training
         changes["experts.bias_rate"] = LOAD_BIAS_RATE

@@ -6,6 +6,7 @@ GPT-2 has weights as [in, out], and queries, keys and values side by side.
 import dataclasses
 
 from zoo import bert, transformer
+from zoo.hf.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
 from zoo.hf.delta_nets import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from zoo.hf.experts import DENSE_MLP, GLM4_MOE, GRANITE_MOE, INTERVAL, OLMOE, QWEN2_MOE
 from zoo.hf.family import Family, canonical, table
@@ -306,6 +307,7 @@ REFUSED = {
 _ORDER = [LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GEMMA2, GEMMA3]
 _ORDER += [MIXTRAL, QWEN3_MOE, GPT2, BERT]
 _ORDER += [QWEN2_MOE, OLMOE, GRANITE_MOE, GLM4_MOE, GPT_OSS]
+_ORDER += [DEEPSEEK_V3, DEEPSEEK_V2, KIMI_K2]
 _ORDER += [HELIUM, ERNIE4_5]
 _ORDER += [QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GRANITE, BAMBA, MAMBA2, XLSTM]
 MODEL_TYPES = {family.model_type: family for family in _ORDER}

@@ -68,6 +68,11 @@ def add_bias(x: Float[Array, "..."], bias: Float[Array, "..."] | None) -> Float[
     return (x.astype(jnp.float32) + bias32).astype(x.dtype)
 
 
+def times(x: Float[Array, "..."], factor: float) -> Float[Array, "..."]:
+    """An array times a number, in its dtype."""
+    return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
+
+
 class Readout(eqx.Module):
     """An output head as it is used: gathered, in the compute dtype, the embedding's where tied."""
 

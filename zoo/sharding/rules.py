@@ -64,6 +64,7 @@ LOGICAL_AXES: Mapping[str, Axis] = types.MappingProxyType(
         "taps": Axis(None, "stack"),  # of a convolution over time
         "routes": Axis(None),  # a router's output for each expert
         "rank": Axis(None),  # of low-rank adapters
+        "latent": Axis(("fsdp", "expert", "context")),  # what keys and values come from
         "vocab": Axis("tensor", "end"),
         "positions": Axis(None, "end"),
         "features": Axis(None, "end"),  # inputs that are no tokens: any number of them

@@ -4,6 +4,7 @@ from zoo.nn.recurrences.chunks import RecurrenceConfig as RecurrenceConfig
 from zoo.transformer.config import AttentionConfig as AttentionConfig
 from zoo.transformer.config import Config as Config
 from zoo.transformer.config import ExpertsConfig as ExpertsConfig
+from zoo.transformer.config import LatentConfig as LatentConfig
 from zoo.transformer.config import MixerConfig as MixerConfig
 from zoo.transformer.config import PositionsConfig as PositionsConfig
 from zoo.transformer.config import ResidualConfig as ResidualConfig

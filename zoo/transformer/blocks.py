@@ -16,7 +16,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from zoo.nn.attention.attention import attention
-from zoo.nn.layers import ACTIVATIONS, Norm, RMSNorm, add_bias, dropout, gated, make_norm, normal
+from zoo.nn.layers import (
+    ACTIVATIONS,
+    Norm,
+    RMSNorm,
+    add_bias,
+    dropout,
+    gated,
+    make_norm,
+    normal,
+    times,
+)
 from zoo.nn.products import Operand, matmul
 from zoo.nn.recurrences.chunks import Mixer
 from zoo.nn.recurrences.marks import Marks
@@ -24,54 +34,15 @@ from zoo.nn.recurrences.mixers import MIXERS
 from zoo.nn.remat import named
 from zoo.nn.stateful import Balance
 from zoo.sharding import constrain
-from zoo.transformer.config import AttentionConfig, Config, RopeScaling
+from zoo.transformer.config import AttentionConfig, Config
+from zoo.transformer.latent import LatentAttention
 from zoo.transformer.moe import MoE
+from zoo.transformer.rotary import Rotary, rotate
 
 # `attention`, or a function in its place where keys and values are kept.
 Attend = Callable[..., Float[Array, "batch seq heads head_dim"]]
 # `from_zeros`, or a function in its place where states are kept.
 Recur = Callable[[Mixer, Array, Marks], Float[Array, "batch seq embed"]]
-Rotary = tuple[Float[Array, "#batch seq rotating"], Float[Array, "#batch seq rotating"]]
-
-
-def rotary_tables(
-    positions: Int[Array, "batch seq"],
-    head_dim: int,
-    theta: float,
-    scaling: RopeScaling | None = None,
-) -> tuple[Float[Array, "batch seq head_dim"], Float[Array, "batch seq head_dim"]]:
-    """The cosines and signed sines of rotary positions (Su et al. 2021), for `rotate`, in fp32."""
-    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    if scaling is not None:
-        frequency = scaling.stretch(frequency, theta, positions)
-    frequency = frequency[None, None, :] if frequency.ndim == 1 else frequency
-    angles = positions.astype(jnp.float32)[:, :, None] * frequency
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    if scaling is not None:
-        cos, sin = times(cos, scaling.attention_factor), times(sin, scaling.attention_factor)
-    return jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
-
-
-def rotate(
-    x_BTNH: Float[Array, "batch seq heads head_dim"],
-    tables: Rotary,
-) -> Float[Array, "batch seq heads head_dim"]:
-    """Rotate each half-split pair of a head's features by its position's angle, in fp32.
-
-    Tables of fewer features are for the first ones; the others stay.
-    """
-    size = tables[0].shape[-1]
-    if size < x_BTNH.shape[-1]:
-        return jnp.concatenate([rotate(x_BTNH[..., :size], tables), x_BTNH[..., size:]], axis=-1)
-    cos, sin = (table[:, :, None, :] for table in tables)
-    x32 = x_BTNH.astype(jnp.float32)
-    # A roll, not a split and a concatenation: one pass over x.
-    return (x32 * cos + jnp.roll(x32, x32.shape[-1] // 2, axis=-1) * sin).astype(x_BTNH.dtype)
-
-
-def times(x: Float[Array, "..."], factor: float) -> Float[Array, "..."]:
-    """An array times a number, in its dtype."""
-    return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
 
 
 def residual_norm(config: Config) -> Norm:
@@ -248,7 +219,7 @@ class Block(eqx.Module):
     """One layer: attention or a recurrence, then an MLP, each added to the residual stream."""
 
     attention_norm: Norm | None
-    attention: Attention | None
+    attention: Attention | LatentAttention | None
     recurrence: Mixer | None
     attention_out_norm: Norm | None
     mlp_norm: Norm | None
@@ -283,6 +254,8 @@ class Block(eqx.Module):
         )
         blocks = eqx.filter_vmap(lambda _: Block(config))(mlp_keys)
         makers: dict[str, Any] = {"attention": Attention, "recurrence": make_recurrence}
+        if config.attention.latent.kv_rank is not None:
+            makers["attention"] = LatentAttention
         makers["mlp"] = MLP if config.experts.num_experts is None else MoE
         makers |= {"dense_mlp": _dense, "shared_mlp": _shared, "shared_gate": _shared_gate}
         for name, layers in config.parts.items():

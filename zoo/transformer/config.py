@@ -23,6 +23,30 @@ Scores = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True)
+class LatentConfig:
+    """Keys and values of all heads from one latent vector (DeepSeek-AI 2024, DeepSeek-V2)."""
+
+    kv_rank: int | None = None
+    """Size of the latent vector; each position has keys and values of its own if not given."""
+    q_rank: int | None = None
+    """Size of a latent vector that queries come from; from the layer's input if not given."""
+    rotary_dim: int = 64
+    """Features of a head that rotate, whose key all heads share; head_dim has them and others."""
+    value_dim: int | None = None
+    """Size of a head's values; that of its features that do not rotate if not given."""
+
+    def __post_init__(self) -> None:
+        configuration.check(self, "attention.latent.")
+        sizes = ("kv_rank", "q_rank", "rotary_dim", "value_dim")
+        configuration.check_positive(self, "attention.latent.", *sizes)
+        require(
+            self.kv_rank is not None or (self.q_rank is None and self.value_dim is None),
+            f"attention.latent.q_rank={self.q_rank}, value_dim={self.value_dim}: are for latent "
+            "attention; set attention.latent.kv_rank",
+        )
+
+
+@dataclass(frozen=True)
 class AttentionConfig:
     """How positions see each other."""
 
@@ -47,6 +71,7 @@ class AttentionConfig:
     input (Qwen3-Next)."""
     sinks: bool = False
     """A logit per head that takes part in the softmax, and has no value (gpt-oss)."""
+    latent: LatentConfig = LatentConfig()
     kernel: Implementation = may_differ("auto")
     """Attention kernel: auto, chunked, xla, cudnn or triton (GPUs), splash or splash_fused (TPUs);
     or auto with ring or exchange, where a mesh splits rows: keys go around the devices, or these
@@ -419,6 +444,8 @@ class Config:
         )
         if "attention" not in self.mixers:
             return
+        if self.attention.latent.kv_rank is not None:
+            self._check_latent(self.attention, self.attention.latent)
         require(
             self.attention.head_dim is not None or self.d_model % self.num_heads == 0,
             f"num_heads={self.num_heads} does not divide d_model={self.d_model}: change either, "
@@ -441,6 +468,48 @@ class Config:
             f"{self.rotary_size // 2} pairs that rotate",
         )
 
+    def _check_latent(self, attention: AttentionConfig, latent: LatentConfig) -> None:
+        """Refuse what latent attention has not."""
+        names = ("qkv_bias", "qk_norm", "output_gate", "sinks", "num_kv_heads")
+        for name in names:
+            value, none = getattr(attention, name), getattr(AttentionConfig, name)
+            require(
+                value == none or (name == "num_kv_heads" and value == self.num_heads),
+                f"attention.{name}={value!r}: latent attention has none; leave it out, or "
+                "attention.latent.kv_rank",
+            )
+        require(
+            self.causal and not self.bias and self.positions.rotary_fraction == 1,
+            f"attention.latent.kv_rank={latent.kv_rank}: is for decoders without biases, whose "
+            "features that rotate are attention.latent.rotary_dim",
+        )
+        require(
+            latent.rotary_dim < self.head_size and latent.rotary_dim % 2 == 0,
+            f"attention.latent.rotary_dim={latent.rotary_dim}: must be even, and less than "
+            f"attention.head_dim={self.head_size}",
+        )
+        require(
+            self.value_size <= self.head_size,
+            f"attention.latent.value_dim={latent.value_dim}: must be at most attention.head_dim="
+            f"{self.head_size}",
+        )
+
+    @property
+    def value_size(self) -> int:
+        """Size of a head's values, given or derived."""
+        latent = self.attention.latent
+        if latent.kv_rank is None:
+            return self.head_size
+        return latent.value_dim or self.head_size - latent.rotary_dim
+
+    @property
+    def cached(self) -> tuple[int, int]:
+        """Heads and features of what a cache keeps of a position, once or for keys and values."""
+        latent = self.attention.latent
+        if latent.kv_rank is None:
+            return self.kv_heads, self.head_size
+        return 1, latent.rotary_dim + latent.kv_rank
+
     @property
     def head_size(self) -> int:
         """Size of a head, given or derived."""
@@ -449,6 +518,8 @@ class Config:
     @property
     def rotary_size(self) -> int:
         """Features of a head that rotate."""
+        if self.attention.latent.kv_rank is not None:
+            return self.attention.latent.rotary_dim
         return round(self.head_size * self.positions.rotary_fraction)
 
     @property
@@ -555,6 +626,14 @@ def num_flops_per_token(config: Config, seq_len: int) -> float:
     heads, kv_heads, size = config.num_heads, config.kv_heads, config.head_size
     of_heads = 3 if config.attention.output_gate else 2
     attention_weights = config.d_model * size * (of_heads * heads + 2 * kv_heads)
+    latent, values = config.attention.latent, config.value_size
+    if latent.kv_rank is not None:
+        of_queries = config.d_model * heads * size
+        if latent.q_rank is not None:
+            of_queries = latent.q_rank * (config.d_model + heads * size)
+        of_each = latent.kv_rank * (size - latent.rotary_dim + values) + values * config.d_model
+        attention_weights = of_queries + heads * of_each
+        attention_weights += config.d_model * (latent.kv_rank + latent.rotary_dim)
     weights: float = config.mixers.count("attention") * attention_weights
     if config.mixer.kind is not None:
         settings, width = config.mixer.recurrence, config.d_model
@@ -577,4 +656,4 @@ def num_flops_per_token(config: Config, seq_len: int) -> float:
 
     kinds = [kind for kind in config.all_layer_kinds if kind != "recurrent"]
     all_visible = sum(visible(config.window_of(kind)) for kind in kinds)
-    return 6.0 * weights + 12.0 * heads * size * all_visible
+    return 6.0 * weights + 6.0 * heads * (size + values) * all_visible

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from zoo.nn.layers import Embedding, Linear, Norm, Readout, dropout
+from zoo.nn.layers import Embedding, Linear, Norm, Readout, dropout, times
 from zoo.nn.parameters import CastsAtUse, unshard
 from zoo.nn.products import transposed
 from zoo.nn.protocols import SequenceOptions
@@ -21,8 +21,9 @@ from zoo.nn.recurrences.marks import Marks, make_marks
 from zoo.nn.remat import scan_layers
 from zoo.nn.stateful import Balance
 from zoo.sharding import constrain
-from zoo.transformer.blocks import Block, Rotary, residual_norm, rotary_tables, times
+from zoo.transformer.blocks import Block, residual_norm
 from zoo.transformer.config import Config, LayerKind, RopeScaling
+from zoo.transformer.rotary import Rotary, rotary_tables
 
 
 class Transformer(CastsAtUse):
