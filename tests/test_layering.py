@@ -65,7 +65,7 @@ def test_every_module_has_a_room():
 # Lines of each room. What needs more raises its number here, in a commit that says why.
 CEILINGS = {
     "common": 1362,
-    "sharding": 1430,
+    "sharding": 1432,
     "nn": 4700,
     "transformer": 2010,
     "rnn": 897,
