@@ -34,6 +34,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+NO_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -98,7 +99,118 @@ GRANITE = {
     "logits_scaling": 0.5,
     "shared_intermediate_size": 18,
 }
+OLD_GPT = {"vocab_size": 53, "n_positions": 64, "n_layer": 2} | NO_IDS
+NEOX = {x: SIZES[x] for x in ("vocab_size", "intermediate_size", "num_hidden_layers")} | {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    **NO_IDS,
+}
+WINDOWS = {"num_hidden_layers": 3, "sliding_window": 5}
+TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+# Sizes of their own.
+GPTS: dict[str, dict[str, Any]] = {
+    "gpt_neox": NEOX,
+    "gpt_neox_serial": NEOX | {"use_parallel_residual": False, "attention_bias": False},
+    "gptj": OLD_GPT | {"n_embd": 24, "n_head": 3, "rotary_dim": 4, "n_inner": 31},
+    "codegen": OLD_GPT | {"n_embd": 32, "n_head": 4, "rotary_dim": 4, "n_inner": 31},
+    "gpt_neo": {
+        "vocab_size": 53,
+        "hidden_size": 20,
+        "num_layers": 4,
+        "num_heads": 5,
+        "intermediate_size": 33,
+        "max_position_embeddings": 64,
+        "attention_types": [[["global", "local"], 2]],
+        "window_size": 6,
+        **NO_IDS,
+    },
+    "gpt_bigcode": OLD_GPT | {"n_embd": 20, "n_head": 5},
+    "falcon": {
+        "vocab_size": 53,
+        "hidden_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "ffn_hidden_size": 33,
+        **NO_IDS,
+    },
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt_neox": ("GPTNeoXFor", {}),
+    "gpt_neox_serial": ("GPTNeoXFor", {}),
+    "gptj": ("GPTJFor", {}),
+    "codegen": ("CodeGenFor", {}),
+    "gpt_neo": ("GPTNeoFor", {}),
+    "gpt_bigcode": ("GPTBigCodeFor", {}),
+    "falcon": ("FalconFor", {}),
+    "phi3": (
+        "Phi3For",
+        {
+            "hidden_size": 32,
+            "original_max_position_embeddings": 16,
+            "sliding_window": 9,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 100.0,
+                "partial_rotary_factor": 0.5,
+                "short_factor": [1.0, 1.5],
+                "long_factor": [2.0, 5.0],
+            },
+        },
+    ),
+    "phi3_short": (
+        "Phi3For",
+        {
+            "original_max_position_embeddings": 40,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 100.0,
+                "short_factor": [1.0, 1.5, 3.0],
+                "long_factor": [2.0, 5.0, 9.0],
+            },
+        },
+    ),
+    "smollm3": (
+        "SmolLM3For",
+        {**WINDOWS, "no_rope_layer_interval": 2, "use_sliding_window": True},
+    ),
+    "smollm3_bias": ("SmolLM3For", {"no_rope_layers": [0, 1], "attention_bias": True}),
+    "granite": (
+        "GraniteFor",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.3,
+            "logits_scaling": 0.5,
+            "attention_bias": True,
+        },
+    ),
+    "llama_bias": ("LlamaFor", {"attention_bias": True}),
+    "gemma": ("GemmaFor", {"head_dim": 6}),
+    "olmo": ("OlmoFor", {"clip_qkv": 0.9}),
+    "olmo3": ("Olmo3For", {**WINDOWS, "layer_types": TYPES, "rope_scaling": YARN}),
+    "exaone4": ("Exaone4For", {**WINDOWS, "sliding_window_pattern": 3}),
+    "exaone4_full": (
+        "Exaone4For",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+    ),
+    "seed_oss": ("SeedOssFor", {"head_dim": 8, "attention_out_bias": True}),
+    "arcee": ("ArceeFor", {"mlp_bias": True}),
+    "nemotron": ("NemotronFor", {"head_dim": 8}),
+    "jais2": ("Jais2For", {"head_dim": 8}),
+    "ministral": ("MinistralFor", {**WINDOWS, "layer_types": TYPES, "head_dim": 8}),
+    "starcoder2": ("Starcoder2For", {"sliding_window": 7}),
+    "stablelm": (
+        "StableLmFor",
+        {"hidden_size": 32, "use_parallel_residual": True, "use_qkv_bias": True},
+    ),
+    "stablelm_serial": ("StableLmFor", {"hidden_size": 32}),
+    "phi": ("PhiFor", {"hidden_size": 32}),
+    "glm": ("GlmFor", {"head_dim": 8}),
+    "glm4": ("Glm4For", {"head_dim": 8, "attention_bias": False}),
+    "cohere": ("CohereFor", {"logit_scale": 0.8, "attention_bias": True}),
+    "cohere2": ("Cohere2For", {**WINDOWS, "layer_types": TYPES, "logit_scale": 0.8}),
     "gpt2": ("GPT2LMHead", {"n_inner": 37, "vocab_size": 53, "n_embd": 20, "n_head": 5}),
     "llama2": ("LlamaFor", {"num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
     "llama3": (
@@ -247,7 +359,7 @@ def make(name: str) -> torch.nn.Module:
     suffix = {"GPT2LMHead": "Model", "Bert": "Model"}.get(kind, "CausalLM")
     is_text = family in ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
     config_name = f"{family}TextConfig" if is_text else f"{family}Config"
-    sizes = dict(SIZES)
+    sizes = dict(GPTS.get(name, SIZES))
     if family == "GPT2":
         sizes = {"n_positions": 64, "n_layer": 2, "bos_token_id": None, "eos_token_id": None}
     if family == "Bert":
@@ -262,7 +374,7 @@ def make(name: str) -> torch.nn.Module:
     config._attn_implementation = config._experts_implementation = "eager"
     model = getattr(transformers, kind + suffix)(config).eval()
     generator = torch.Generator().manual_seed(len(name) * 1000 + sum(map(ord, name)))
-    offset = 0.0 if family.startswith("Gemma") else 1.0
+    offset = 0.0 if family.startswith(("Gemma", "Nemotron")) else 1.0
     spread = 0.75 if hasattr(config, "linear_num_key_heads") else 1.3
     with torch.no_grad():
         for path, x in model.named_parameters():

@@ -22,9 +22,10 @@ from zoo.decoding.decoder import decoder_of
 GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
 CASES = sorted(path.name for path in GOLDEN.iterdir())
 DECODERS = [name for name in CASES if name != "bert"]
-WINDOWED = {"mistral", "qwen2_windows", "gemma2", "gemma3", "gpt_oss", "mixtral"}
+WINDOWED = {"mistral", "qwen2_windows", "gemma2", "gemma3", "mixtral", "gpt_oss"}
+WINDOWED |= {"phi3", "smollm3", "olmo3", "exaone4", "ministral", "starcoder2", "cohere2", "gpt_neo"}
 # Every variant of the maths by default, the others with -m slow.
-QUICK = {"deepseek_v3", "gemma3", "gpt2", "mixtral", "olmo2", "qwen2_windows"}
+QUICK = {"cohere2", "deepseek_v3", "gemma3", "gpt2", "mixtral", "olmo2", "qwen2_windows"}
 SLOW = pytest.mark.slow
 GREEDY = [name if name in QUICK else pytest.param(name, marks=SLOW) for name in DECODERS]
 

@@ -6,6 +6,7 @@ configuration in another has a dotted name, such as "attention.window", as on th
 """
 
 import dataclasses
+import functools
 import math
 import numbers
 import reprlib
@@ -197,7 +198,8 @@ def value_from_json(name: str, value: Any, annotation: Any) -> Any:
     return value
 
 
-def annotations(cls: Any) -> dict[str, Any]:
+@functools.cache
+def annotations(cls: Any) -> Mapping[str, Any]:
     """The type of each field of a dataclass."""
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}

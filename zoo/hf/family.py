@@ -79,6 +79,13 @@ def table(text: str, *, layer: str) -> dict[str, Tensor]:
     return found
 
 
+def filled(name: str, prefix: str, index: Mapping[str, int]) -> str:
+    """A template's name, with a prefix and numbers; `{root}` is the prefix before "model."."""
+    is_nested = prefix == "model." or prefix.endswith(".model.")
+    root = prefix.removesuffix("model.") if is_nested else ""
+    return name.format(prefix=prefix, root=root, **index)
+
+
 class Piece(NamedTuple):
     """One Hugging Face tensor's share of a parameter."""
 
@@ -120,7 +127,7 @@ class Layout:
         """The name of the tensor with these numbers."""
         if self._layers is not None:
             index = {**index, LAYER: self._layers[index[LAYER]]}
-        return self.tensor.name.format(prefix=self.prefix, **index)
+        return filled(self.tensor.name, self.prefix, index)
 
     def resized(self, sizes: Mapping[str, int]) -> "Layout":
         """The layout of a parameter with other sizes of these axes."""
@@ -393,20 +400,32 @@ def canonical(config: transformer.Config) -> transformer.Config:
         "experts.dense_d_ff": config.dense_size,
         "attention.latent.value_dim": config.value_size,
     }
+    placed = tuple("none" if kind.endswith("nope") else "rotary" for kind in pattern)
+    changes["positions.pattern"] = shortest(placed)
     if "recurrent" not in pattern:
-        changes["attention.window_pattern"] = shortest(pattern)
+        reaches = tuple(kind.removesuffix("_nope") for kind in pattern)
+        changes["attention.window_pattern"] = shortest(reaches)
+    # Which matrices have a bias, one by one.
+    is_layer = config.residual.norm.startswith("layer") and config.residual.norm != "layer_plain"
+    changes |= {
+        "bias": False,
+        "attention.qkv_bias": config.bias or config.attention.qkv_bias,
+        "attention.out_bias": config.bias or config.attention.out_bias,
+        "mlp_bias": (config.bias or config.mlp_bias) and config.mlp != "none",
+        "residual.norm_bias": (config.bias or config.residual.norm_bias) and is_layer,
+    }
     stretched = not config.positions.scaling.is_none
     if config.attention.scale == config.head_size**-0.5:
         changes["attention.scale"] = None
     if config.positions.local_theta == config.positions.theta and not stretched:
         changes["positions.local_theta"] = None
+    has_windows = any(kind.startswith("local") for kind in pattern)
     without_effect = {
-        "attention.window": "local" not in pattern,
-        "attention.window_pattern": "local" not in pattern,
+        "attention.window": not has_windows,
+        "attention.window_pattern": not has_windows,
         "positions.local_theta": "local" not in pattern or config.positions.kind != "rotary",
         "positions.theta": config.positions.kind != "rotary",
         "positions.scaling": config.positions.kind != "rotary" or not stretched,
-        "attention.qkv_bias": config.bias,
         "experts.per_token": config.experts.num_experts is None,
         "experts.normalize": config.experts.num_experts is None,
         "experts.groups_per_token": config.experts.num_groups == 1,

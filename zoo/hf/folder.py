@@ -236,6 +236,8 @@ def _family(folder: Path, values: dict, ignore: Collection[str] | None = ()) -> 
     inner = values.get("text_config")
     for family in MODEL_TYPES.values():
         if kind == family.within and isinstance(inner, dict):
+            if inner.get("model_type", family.model_type) != family.model_type:
+                continue
             kind, values = family.model_type, {**inner, **_given(values, "tie_word_embeddings")}
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
         known = ", ".join(MODEL_TYPES)

@@ -1,7 +1,8 @@
-"""The dense model types whose checkpoints have rotary pairs side by side: Helium and ERNIE 4.5."""
+"""The dense types with rotary pairs side by side in the checkpoint: Helium, ERNIE, GLM, Cohere."""
 
-from zoo.hf.llamas import DENSE, INTERLEAVED, PAIRS, SILU, decoder, sizes
-from zoo.hf.rules import Fixed, Rotary
+from zoo.hf.dense import BIASES
+from zoo.hf.llamas import DENSE, GATE_UP, INTERLEAVED, PAIRS, SILU, decoder, layer, sizes
+from zoo.hf.rules import Fixed, Rotary, RotaryInWindows, Same
 
 HELIUM = decoder(
     model_type="helium",
@@ -25,6 +26,60 @@ ERNIE4_5 = decoder(
         Rotary(max_seq_len=131072),
         Fixed("use_bias", False),
     ),
+    tensors=DENSE | INTERLEAVED,
+    splits=PAIRS,
+)
+GLM_RULES = (
+    *sizes(eps=1.5625e-07, kv_heads=2, head_dim=128),
+    SILU,
+    Rotary(max_seq_len=131072, fraction=0.5),
+    Same("attention_bias", "attention.qkv_bias", True),
+)
+GLM = decoder(
+    model_type="glm",
+    architecture="GlmForCausalLM",
+    rules=GLM_RULES,
+    tensors=DENSE | INTERLEAVED | GATE_UP,
+    splits=PAIRS,
+)
+GLM4 = decoder(
+    model_type="glm4",
+    architecture="Glm4ForCausalLM",
+    rules=GLM_RULES,
+    always={"residual.norm_placement": "both"},
+    tensors=DENSE
+    | INTERLEAVED
+    | GATE_UP
+    | layer(
+        """
+        blocks.attention_out_norm.scale  post_self_attn_layernorm.weight
+        blocks.mlp_out_norm.scale        post_mlp_layernorm.weight
+        """
+    ),
+    splits=PAIRS,
+)
+COHERE_RULES = (
+    *sizes(tied=True, eps=1e-5, eps_name="layer_norm_eps", head_dim="derived"),
+    SILU,
+    Rotary(max_seq_len=8192),
+    Same("logit_scale", "logit_multiplier", 0.0625),
+    BIASES,
+    Fixed("use_qk_norm", False),
+)
+COHERE_ALWAYS = {"residual.norm": "layer", "residual.parallel": "one_norm"}
+COHERE = decoder(
+    model_type="cohere",
+    architecture="CohereForCausalLM",
+    rules=COHERE_RULES,
+    always=COHERE_ALWAYS,
+    tensors=DENSE | INTERLEAVED,
+    splits=PAIRS,
+)
+COHERE2 = decoder(
+    model_type="cohere2",
+    architecture="Cohere2ForCausalLM",
+    rules=(*COHERE_RULES, RotaryInWindows(period=4)),
+    always=COHERE_ALWAYS,
     tensors=DENSE | INTERLEAVED,
     splits=PAIRS,
 )

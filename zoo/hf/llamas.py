@@ -2,6 +2,7 @@
 
 # ruff: noqa: D102 (`Rule` documents the methods of all rules)
 
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -11,31 +12,53 @@ import numpy as np
 
 from zoo import transformer
 from zoo.common import configuration
-from zoo.hf.family import Family, canonical, table
+from zoo.hf.family import Family, canonical, consecutive, table
 from zoo.hf.rules import Choice, Fields, Rule, Same, shortest
 
 SILU = Choice("hidden_act", "mlp", {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}, "silu")
 
 
+@dataclass(frozen=True)
+class Derived(Rule):
+    """The size of heads that have their share of the width, whatever `head_dim` says."""
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        size = fields.values.get("hidden_size", 0) // (
+            fields.values.get("num_attention_heads") or 1
+        )
+        if (given := fields.take("head_dim", None)) not in (None, size):
+            raise fields.refusal(f"head_dim={given!r} is not supported, only {size}")
+        return {}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        return {}
+
+
 def sizes(
     *,
     tied: bool = False,
-    eps: float = 1e-6,
+    eps: float | None = 1e-6,
+    eps_name: str = "rms_norm_eps",
     kv_heads: int | None = None,
-    head_dim: int | None = None,
+    head_dim: int | str | None = None,
     hidden: str | None = "intermediate_size",
+    defaults: Mapping[str, int] = types.MappingProxyType({}),
 ) -> tuple[Rule, ...]:
-    """The fields that all these families have, given the defaults that differ."""
+    """The fields that all these families have, given the defaults that differ.
+
+    With `head_dim="derived"` a head has its share of the width.
+    """
+    same = lambda theirs, ours: Same(theirs, ours, *map(defaults.get, defaults.keys() & {theirs}))  # noqa: E731
     return (
         *([Same(hidden, "d_ff")] if hidden else []),
-        Same("vocab_size", "vocab_size"),
+        same("vocab_size", "vocab_size"),
         Same("hidden_size", "d_model"),
         Same("num_hidden_layers", "num_layers"),
-        Same("num_attention_heads", "num_heads"),
+        same("num_attention_heads", "num_heads"),
         Same("num_key_value_heads", "attention.num_kv_heads", kv_heads),
-        Same("rms_norm_eps", "residual.norm_eps", eps),
+        *([Same(eps_name, "residual.norm_eps", eps)] if eps else []),
         Same("tie_word_embeddings", "tie_embeddings", tied),
-        Same("head_dim", "attention.head_dim", head_dim),
+        Derived() if head_dim == "derived" else Same("head_dim", "attention.head_dim", head_dim),
     )
 
 
@@ -44,8 +67,11 @@ DENSE = layer(
     """
     embedding.weight               {prefix}embed_tokens.weight
     final_norm.scale               {prefix}norm.weight
-    head.weight                    lm_head.weight                   vocab embed
+    final_norm.bias                {prefix}norm.bias
+    head.weight                    {root}lm_head.weight             vocab embed
+    head.bias                      {root}lm_head.bias
     blocks.attention_norm.scale    input_layernorm.weight
+    blocks.attention_norm.bias     input_layernorm.bias
     blocks.attention.wq            self_attn.q_proj.weight          heads.head_dim embed
     blocks.attention.wk            self_attn.k_proj.weight          kv_heads.head_dim embed
     blocks.attention.wv            self_attn.v_proj.weight          kv_heads.head_dim embed
@@ -53,12 +79,23 @@ DENSE = layer(
     blocks.attention.bq            self_attn.q_proj.bias            heads.head_dim
     blocks.attention.bk            self_attn.k_proj.bias            kv_heads.head_dim
     blocks.attention.bv            self_attn.v_proj.bias            kv_heads.head_dim
+    blocks.attention.bo            self_attn.o_proj.bias
     blocks.attention.q_norm.scale  self_attn.q_norm.weight
     blocks.attention.k_norm.scale  self_attn.k_norm.weight
     blocks.mlp_norm.scale          post_attention_layernorm.weight
+    blocks.mlp_norm.bias           post_attention_layernorm.bias
     blocks.mlp.w_gate              mlp.gate_proj.weight             mlp embed
     blocks.mlp.w_up                mlp.up_proj.weight               mlp embed
     blocks.mlp.w_down              mlp.down_proj.weight             embed mlp
+    blocks.mlp.b_up                mlp.up_proj.bias
+    blocks.mlp.b_down              mlp.down_proj.bias
+    """
+)
+# Gate and up projections as one matrix, and queries, keys and values.
+GATE_UP = layer(
+    """
+    blocks.mlp.w_gate  mlp.gate_up_proj.weight  part.mlp embed  0/2
+    blocks.mlp.w_up    mlp.gate_up_proj.weight  part.mlp embed  1/2
     """
 )
 POST_NORMS = layer(
@@ -84,6 +121,12 @@ QWEN3_EXPERTS = layer(
     blocks.mlp.w_down  mlp.experts.{experts}.down_proj.weight embed mlp
     """
 )
+
+
+def side_by_side(config: transformer.Config) -> list[np.ndarray]:
+    """Rows of all queries, then all keys, then all values."""
+    keys = config.kv_heads * config.head_size
+    return consecutive(config.num_heads * config.head_size, keys, keys)
 
 
 def _paired(config: transformer.Config, heads: int) -> list[np.ndarray]:

@@ -128,6 +128,12 @@ class Indices(Rule):
         return {"attn_layer_indices": [i for i, mixer in mixers if mixer == "attention"]}
 
 
+FACTORS = (  # Granite's
+    Same("embedding_multiplier", "residual.embedding_multiplier", 1.0),
+    Same("residual_multiplier", "residual.multiplier", 1.0),
+    Same("attention_multiplier", "attention.scale", 1.0),
+    Inverse("logits_scaling", "logit_multiplier"),
+)
 MAMBA_LINES = """
     blocks.recurrence.wz              {m}.in_proj.weight   heads.head_dim embed    zxbcdt:0
     blocks.recurrence.wx              {m}.in_proj.weight   heads.head_dim embed    zxbcdt:1
@@ -223,10 +229,7 @@ GRANITE = decoder(
         Mixers({"linear_attention": "mamba2", "full_attention": "attention", **_OLD}),
         *OF_MAMBA,
         GraniteExperts(),
-        Same("embedding_multiplier", "residual.embedding_multiplier", 1.0),
-        Same("residual_multiplier", "residual.multiplier", 1.0),
-        Same("attention_multiplier", "attention.scale", 1.0),
-        Inverse("logits_scaling", "logit_multiplier"),
+        *FACTORS,
         Fixed("attention_bias", False),
     ),
     tensors=DENSE | MAMBA | GRANITE_EXPERTS,

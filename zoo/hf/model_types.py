@@ -8,10 +8,28 @@ import dataclasses
 from zoo import bert, transformer
 from zoo.hf.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
 from zoo.hf.delta_nets import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from zoo.hf.dense import (
+    ARCEE,
+    BIASES,
+    EXAONE4,
+    GRANITE_DENSE,
+    JAIS2,
+    MINISTRAL,
+    NEMOTRON,
+    OLMO,
+    OLMO3,
+    PHI,
+    PHI3,
+    SEED_OSS,
+    SMOLLM3,
+    STABLELM,
+    STARCODER2,
+)
 from zoo.hf.experts import DENSE_MLP, GLM4_MOE, GRANITE_MOE, INTERVAL, OLMOE, QWEN2_MOE
 from zoo.hf.family import Family, canonical, table
 from zoo.hf.gpt_oss import GPT_OSS
-from zoo.hf.interleaved import ERNIE4_5, HELIUM
+from zoo.hf.gpts import CODEGEN, FALCON, GELUS, GPT_BIGCODE, GPT_NEO, GPT_NEOX, GPTJ
+from zoo.hf.interleaved import COHERE, COHERE2, ERNIE4_5, GLM, GLM4, HELIUM
 from zoo.hf.llamas import (
     BOTH_NORMS,
     DENSE,
@@ -37,6 +55,12 @@ from zoo.hf.rules import (
 )
 from zoo.hf.xlstm import XLSTM
 
+# The part for text of a whole model, in the names of newer and of older versions.
+OF_WHOLE_PREFIXES = ("model.", "", "model.language_model.", "language_model.model.")
+VISION = dict.fromkeys(("model.vision_tower.", "vision_tower."), "a vision tower") | dict.fromkeys(
+    ("model.multi_modal_projector.", "multi_modal_projector."), "a projector of images"
+)
+
 LLAMA = decoder(
     model_type="llama",
     architecture="LlamaForCausalLM",
@@ -44,7 +68,7 @@ LLAMA = decoder(
         *sizes(),
         SILU,
         Rotary(),
-        Fixed("attention_bias", False),
+        BIASES,
         Fixed("mlp_bias", False),
         Fixed("rope_interleaved", False, written=False),
     ),
@@ -59,6 +83,9 @@ MISTRAL = decoder(
         Rotary(max_seq_len=131072),
         Same("sliding_window", "attention.window", 4096),
     ),
+    prefixes=OF_WHOLE_PREFIXES,
+    within="mistral3",
+    left_out=VISION,
 )
 QWEN2 = decoder(
     model_type="qwen2",
@@ -101,9 +128,16 @@ GEMMA_ALWAYS = {
 GEMMA_MLPS = {"gelu_pytorch_tanh": "geglu", "silu": "swiglu"}
 
 
-def _gemma_rules(attention_cap: float | None, logit_cap: float | None) -> tuple[Rule, ...]:
+def _gemma_rules(
+    attention_cap: float | None, logit_cap: float | None, vocab: int = 256_000
+) -> tuple[Rule, ...]:
     return (
-        *sizes(tied=True, head_dim=256),
+        *sizes(
+            tied=True,
+            kv_heads=4,
+            head_dim=256,
+            defaults={"vocab_size": vocab, "num_attention_heads": 8},
+        ),
         Choice("hidden_activation", "mlp", GEMMA_MLPS, "gelu_pytorch_tanh"),
         Same("attn_logit_softcapping", "attention.soft_cap", attention_cap),
         Same("final_logit_softcapping", "logit_soft_cap", logit_cap),
@@ -113,6 +147,21 @@ def _gemma_rules(attention_cap: float | None, logit_cap: float | None) -> tuple[
 
 
 CAUSAL = Fixed("use_bidirectional_attention", False)
+GEMMA = decoder(
+    model_type="gemma",
+    architecture="GemmaForCausalLM",
+    rules=(
+        *sizes(tied=True, kv_heads=16, head_dim=256),
+        # "gelu" is meant to be the other, too.
+        Choice("hidden_act", "mlp", {**GEMMA_MLPS, "gelu": "geglu"}, "gelu_pytorch_tanh"),
+        # Versions of transformers do not agree on which of the two counts.
+        Fixed("hidden_activation", None, written=False),
+        Rotary(max_seq_len=8192),
+        BIASES,
+        CAUSAL,
+    ),
+    always={"residual.norm": "rms_offset", "residual.scale_embedding": True},
+)
 GEMMA2 = decoder(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
@@ -126,12 +175,15 @@ GEMMA3 = decoder(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
     rules=(
-        *_gemma_rules(None, None),
+        *_gemma_rules(None, None, 262_208),
         Rotary(theta=1_000_000.0, local=10_000.0, max_seq_len=131072),
         LayerTypes(period=6),
         CAUSAL,
     ),
     always={**GEMMA_ALWAYS, "attention.qk_norm": "per_head"},
+    prefixes=OF_WHOLE_PREFIXES,
+    within="gemma3",
+    left_out=VISION,
     tensors=DENSE | BOTH_NORMS,
 )
 
@@ -167,7 +219,6 @@ QWEN3_MOE = decoder(
     tensors=DENSE | DENSE_MLP | QWEN3_EXPERTS,
 )
 
-GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf"}
 _GPT2 = table(
     """
     embedding.weight             {prefix}wte.weight
@@ -297,9 +348,14 @@ BERT = Family(
 REFUSED = {
     "phimoe": "experts are chosen, and weighted, by a threshold on the distances of their scores "
     "(sparsemixer)",
+    "bloom": "attention falls off with the distance (ALiBi)",
     "falcon_h1": "a layer has attention and Mamba-2 side by side",
+    "hunyuan_v1_dense": "queries and keys are normed after their rotation",
     "lfm2": "layers mix positions by short gated convolutions",
+    "ministral3": "queries grow with the logarithm of their position",
+    "mpt": "attention falls off with the distance (ALiBi)",
     "nemotron_h": "a layer is a mixer or an MLP alone",
+    "opt": "a table of positions begins with two rows that no position has",
     "olmo_hybrid": "layers of attention have norms behind their parts, and others before them",
 }
 
@@ -308,6 +364,9 @@ _ORDER = [LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GEMMA2, GEMMA3]
 _ORDER += [MIXTRAL, QWEN3_MOE, GPT2, BERT]
 _ORDER += [QWEN2_MOE, OLMOE, GRANITE_MOE, GLM4_MOE, GPT_OSS]
 _ORDER += [DEEPSEEK_V3, DEEPSEEK_V2, KIMI_K2]
-_ORDER += [HELIUM, ERNIE4_5]
+_ORDER += [GEMMA, GRANITE_DENSE, PHI3, SMOLLM3, OLMO, OLMO3, EXAONE4, SEED_OSS, ARCEE, NEMOTRON]
+_ORDER += [JAIS2, MINISTRAL, STARCODER2, STABLELM, PHI]
+_ORDER += [GLM, GLM4, COHERE, COHERE2, HELIUM, ERNIE4_5]
+_ORDER += [GPT_NEOX, GPTJ, CODEGEN, GPT_NEO, GPT_BIGCODE, FALCON]
 _ORDER += [QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GRANITE, BAMBA, MAMBA2, XLSTM]
 MODEL_TYPES = {family.model_type: family for family in _ORDER}

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from zoo.common import configuration
-from zoo.hf.family import LAYER, Tensor, layers_of
+from zoo.hf.family import LAYER, Tensor, filled, layers_of
 from zoo.hf.folder import family_of
 from zoo.hf.rules import words
 from zoo.nn.parameters import resolve
@@ -72,7 +72,7 @@ class Linear:
     def names(self, prefix: str) -> list[str]:
         """The name of the module in each layer; where each expert has one, of the first one's."""
         layers = self.layers or range(self.sizes.get(LAYER, 1))
-        return [self.module.format(prefix=prefix, layer=i, experts=0) for i in layers]
+        return [filled(self.module, prefix, {"layer": i, "experts": 0}) for i in layers]
 
     @property
     def stacked(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from zoo.common import configuration
 from zoo.publishing import PublishError
@@ -171,6 +171,21 @@ class Choice(Rule):
         return {self.theirs: next((k for k, v in self.values.items() if v == value), value)}
 
 
+@dataclass(frozen=True)
+class Each(Rule):
+    """The same value of several fields, such as those of biases; `ours` are words."""
+
+    theirs: str
+    ours: str
+    default: Any
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        return dict.fromkeys(self.ours.split(), fields.take(self.theirs, self.default))
+
+    def write(self, config: Any) -> dict[str, Any]:
+        return Same(self.theirs, self.ours.split()[0]).write(config)
+
+
 _LENGTH = "original_max_position_embeddings"
 # The parameters of each type of scaling, and those of the zoo's `RopeScaling`.
 _YARN = {"beta_slow": "low_freq_factor", "beta_fast": "high_freq_factor", "truncate": "truncate"}
@@ -196,6 +211,7 @@ def _take_scaling(fields: Fields, given: dict[str, Any] | None, max_seq_len: int
     kind = given.pop("rope_type", given.pop("type", "default"))
     given.pop("type", None)
     given.pop("rope_theta", None)
+    kind = "longrope" if kind == "su" else kind  # in older files
     if kind not in _SCALINGS:
         known = ", ".join(_SCALINGS)
         raise fields.refusal(f"rotary positions of type {kind!r} are not supported, only {known}")
@@ -268,16 +284,19 @@ def _write_scaling(scaling: RopeScaling) -> dict[str, Any] | None:
 class Rotary(Rule):
     """`max_position_embeddings` and the rotary wavelengths, in the old and the new format.
 
-    `local` is the base of layers with a window, if they have their own, as in Gemma 3. Both formats
+    `local` is the base of layers with a window, if they have their own, as in Gemma 3, or the same
+    "theta", which is not stretched there (OLMo 3). Both formats
     are written: version 5 of transformers keeps to the new one, and those before know only the old.
     `fraction` is the default of the share of a head's features that rotates, where it may be less
     than one. Text has one position per token, so that what is said of three makes no difference.
     """
 
     theta: float = 10_000.0
-    local: float | None = None
+    local: float | Literal["theta"] | None = None
     max_seq_len: int = 2048
     fraction: float | None = None
+    theta_name: str = "rope_theta"
+    fraction_name: str = "partial_rotary_factor"
 
     def read(self, fields: Fields) -> dict[str, Any]:
         length = fields.take("max_position_embeddings", self.max_seq_len)
@@ -286,7 +305,7 @@ class Rotary(Rule):
         configuration.check_value("rope_parameters", new, dict)
         found: dict[str, Any] = {"max_seq_len": length}
         if self.fraction is not None:
-            factors = [fields.take("partial_rotary_factor", None)]
+            factors = [fields.take(self.fraction_name, None)]
             factors += [x.get("partial_rotary_factor") for x in (old, new)]
             old, new = ({k: v for k, v in x.items() if k not in _OF_TEXT} for x in (old, new))
             factors = [x for x in factors if x is not None] or [self.fraction]
@@ -295,13 +314,16 @@ class Rotary(Rule):
             local = new.get("sliding_attention") or {}
             if _take_scaling(fields, local, length) != RopeScaling():
                 raise fields.refusal("scaled rotary positions in windowed layers are not supported")
-            base = _take_theta(fields, "rope_local_base_freq", self.local, local)
+            default: Any = self.local
+            if default == "theta":
+                default = fields.values.get("rope_theta", self.theta)
+            base = _take_theta(fields, "rope_local_base_freq", default, local)
             found["positions.local_theta"] = base
             if new and not new.keys() <= {"sliding_attention", "full_attention"}:
                 raise fields.refusal(f"rope_parameters={new!r}: have to be given per kind of layer")
             new = new.get("full_attention") or {}
         given = (old or new, new or old)
-        found["positions.theta"] = _take_theta(fields, "rope_theta", self.theta, *given)
+        found["positions.theta"] = _take_theta(fields, self.theta_name, self.theta, *given)
         scalings = [_take_scaling(fields, parameters, length) for parameters in given]
         found["positions.scaling"] = _agreed(fields, "rope_scaling and rope_parameters", scalings)
         return found
@@ -311,12 +333,13 @@ class Rotary(Rule):
         new = {**(scaling or {"rope_type": "default"}), "rope_theta": theta}
         values = {
             "max_position_embeddings": config.max_seq_len,
-            "rope_theta": theta,
+            self.theta_name: theta,
             "rope_scaling": scaling,
         }
         if self.fraction is not None:
-            factor = {"partial_rotary_factor": config.positions.rotary_fraction}
-            values, new = values | factor, new | factor
+            fraction = config.positions.rotary_fraction
+            values |= {self.fraction_name: fraction}
+            new |= {"partial_rotary_factor": fraction}
         if self.local is None:
             return values | {"rope_parameters": new}
         local = theta if config.positions.local_theta is None else config.positions.local_theta
@@ -324,37 +347,67 @@ class Rotary(Rule):
             "full_attention": new,
             "sliding_attention": {"rope_type": "default", "rope_theta": local},
         }
-        return values | {"rope_local_base_freq": local, "rope_parameters": kinds}
+        if self.local != "theta":
+            values["rope_local_base_freq"] = local
+        return values | {"rope_parameters": kinds}
 
 
 @dataclass(frozen=True)
 class LayerTypes(Rule):
     """A sliding window on some layers, by `layer_types` or, in older files, by a period.
 
-    The last of each `period` layers has no window.
+    The last of each `period` layers has no window, without a period all have one.
     """
 
-    period: int
+    period: int | None
     default: int = 4096
 
     def read(self, fields: Fields) -> dict[str, Any]:
         period = fields.take("sliding_window_pattern", self.period)
         period = fields.take("_sliding_window_pattern", period)
         given = fields.take("layer_types", None)
-        configuration.check_value("sliding_window_pattern", period, int)
-        if period < 1:
-            raise fields.refusal(f"sliding_window_pattern={period}: must be positive")
-        # A damaged file can name any number: a period longer than the model makes no difference.
-        period = min(period, fields.values.get("num_hidden_layers", 0) + 1)
-        pattern: tuple[str, ...] = ("local",) * (period - 1) + ("global",)
+        pattern: tuple[str, ...] = ("local",)
+        if period is not None and not (isinstance(period, str) and given):  # as "LLLG"
+            configuration.check_value("sliding_window_pattern", period, int)
+            if period < 1:
+                raise fields.refusal(f"sliding_window_pattern={period}: must be positive")
+            # A damaged file can name any number: a period beyond the layers makes no difference.
+            period = min(period, fields.values.get("num_hidden_layers", 0) + 1)
+            pattern = ("local",) * (period - 1) + ("global",)
         if given is not None:
-            pattern = _kinds(fields, given)
+            pattern = kinds_of(fields, given)
         window = fields.take("sliding_window", self.default)
         return {"attention.window": window, "attention.window_pattern": shortest(pattern)}
 
     def write(self, config: Any) -> dict[str, Any]:
         window = config.attention.window or self.default
-        return {"sliding_window": window, "layer_types": _layer_types(config)}
+        return {"sliding_window": window, "layer_types": layer_types(config)}
+
+
+@dataclass(frozen=True)
+class RotaryInWindows(LayerTypes):
+    """Rotary positions in layers with a window alone, and with no window in all if `or_all`."""
+
+    or_all: bool = False
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        if self.or_all and fields.values.get("sliding_window", self.default) is None:
+            of_windows = ("sliding_window", "sliding_window_pattern", "layer_types")
+            if "sliding_attention" in ([fields.take(x, None) for x in of_windows][-1] or ()):
+                raise fields.refusal("layer_types has a window, but sliding_window is null")
+            return {"attention.window": None}
+        found = super().read(fields)
+        if found["attention.window"] is None:
+            raise fields.refusal("sliding_window=None is not supported, only a number")
+        reaches = found["attention.window_pattern"]
+        placed = tuple("rotary" if reach == "local" else "none" for reach in reaches)
+        return found | {"positions.pattern": placed}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        values = super().write(config)
+        if self.or_all and config.positions.pattern == ("rotary",):
+            values["sliding_window"] = config.attention.window
+        return values
 
 
 @dataclass(frozen=True)
@@ -381,7 +434,7 @@ class OptionalLayerTypes(Rule):
         first = min(first, num_layers)
         pattern = ("global",) * first + ("local",) * (num_layers - first)
         if given is not None:
-            pattern = _kinds(fields, given)
+            pattern = kinds_of(fields, given)
         return {"attention.window": window, "attention.window_pattern": shortest(pattern)}
 
     def write(self, config: Any) -> dict[str, Any]:
@@ -389,23 +442,25 @@ class OptionalLayerTypes(Rule):
         window = config.attention.window
         values: dict[str, Any] = {"use_sliding_window": used, "sliding_window": window}
         if not self.all_layers:
-            types = _layer_types(config)
+            types = layer_types(config)
             values |= {"layer_types": types, "max_window_layers": config.num_layers}
         return values
 
 
-def _kinds(fields: Fields, given: Any) -> tuple[str, ...]:
+def kinds_of(fields: Fields, given: Any) -> tuple[str, ...]:
+    """What the layers of `layer_types` see, in the zoo's words."""
     if set(given) - _KINDS.keys() or len(given) != fields.values.get("num_hidden_layers"):
         known = ", ".join(_KINDS)
         raise fields.refusal(f"layer_types={given!r}: must be one of {known} for each layer")
     return tuple(_KINDS[kind] for kind in given)
 
 
-def _layer_types(config: Any) -> list[str]:
+def layer_types(config: Any) -> list[str]:
+    """What each layer sees, in Hugging Face's words."""
     configuration.require(
         "recurrent" not in config.all_layer_kinds, f"mixer.pattern={config.mixer.pattern}"
     )
-    return [_TYPES[kind] for kind in config.all_layer_kinds]
+    return [_TYPES[kind.removesuffix("_nope")] for kind in config.all_layer_kinds]
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from zoo.sharding import constrain, is_sharding, partition_spec, spec_in_use
 from zoo.sharding.rules import mesh_axes
 from zoo.sharding.specs import between, num_shards
 
-Activation = Literal["gelu", "gelu_erf", "relu", "silu", "tanh"]
+Activation = Literal["gelu", "gelu_erf", "relu", "relu2", "silu", "tanh"]
 MLPKind = Literal["swiglu", "geglu", "swiglu_clamped", Activation]
-NormKind = Literal["rms", "layer", "rms_offset"]
+NormKind = Literal["rms", "layer", "rms_offset", "layer_offset", "layer_plain"]
 OptionalNorm = Literal["none", NormKind]
 
 
@@ -241,22 +241,39 @@ class RMSNorm(eqx.Module):
 
 
 class LayerNorm(eqx.Module):
-    """Layer norm (Ba et al. 2016) over the last axis; the bias is optional."""
+    """Layer norm (Ba et al. 2016) over the last axis; scale and bias are optional.
 
-    scale: Float[Array, "features"]
+    What it multiplies by is `scale + offset`; Nemotron's norms have an offset of one.
+    """
+
+    scale: Float[Array, "features"] | None
     bias: Float[Array, "features"] | None
     eps: float = eqx.field(static=True)
+    offset: float = eqx.field(static=True)
     axes: tuple[tuple[str, str], ...] = eqx.field(static=True)
 
-    def __init__(self, size: int, *, axis: str = "embed", eps: float = 1e-5, bias: bool = True):
-        self.scale = jnp.ones(size)
+    def __init__(
+        self,
+        size: int,
+        *,
+        axis: str = "embed",
+        eps: float = 1e-5,
+        bias: bool = True,
+        scale: bool = True,
+        offset: float = 0.0,
+    ):
+        self.scale = jnp.full(size, 1 - offset) if scale else None
         self.bias = jnp.zeros(size) if bias else None
         self.eps = eps
+        self.offset = offset
         self.axes = (("features", axis),)
 
     def __call__(self, x: Float[Array, "... features"]) -> Float[Array, "... features"]:
         """Normalise x, reducing in fp32."""
-        return add_bias(_normalise(x, self.scale, self.eps, True), self.bias)
+        scale = jnp.ones(x.shape[-1]) if self.scale is None else self.scale
+        if self.offset:
+            scale = scale.astype(jnp.float32) + self.offset
+        return add_bias(_normalise(x, scale, self.eps, True), self.bias)
 
 
 Norm = RMSNorm | LayerNorm
@@ -284,6 +301,10 @@ def make_norm(
             return LayerNorm(size, bias=bias, **options)
         case "rms_offset":
             return RMSNorm(size, offset=1.0, **options)
+        case "layer_offset":
+            return LayerNorm(size, bias=bias, offset=1.0, **options)
+        case "layer_plain":
+            return LayerNorm(size, bias=False, scale=False, **options)
 
 
 def _last_axis(vector: Array, like: Array) -> Array:
@@ -361,6 +382,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": gelu,
     "gelu_erf": gelu_erf,
     "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),  # So et al. 2021
     "silu": jax.nn.silu,
     "tanh": jnp.tanh,
 }

@@ -48,7 +48,8 @@ Recur = Callable[[Mixer, Array, Marks], Float[Array, "batch seq embed"]]
 def residual_norm(config: Config) -> Norm:
     """A norm over the residual stream."""
     residual = config.residual
-    norm = make_norm(residual.norm, config.d_model, eps=residual.norm_eps, bias=config.bias)
+    bias = config.bias or residual.norm_bias
+    norm = make_norm(residual.norm, config.d_model, eps=residual.norm_eps, bias=bias)
     assert norm is not None
     return norm
 
@@ -87,7 +88,7 @@ class Attention(eqx.Module):
         self.bq = jnp.zeros((heads, size)) if qkv_bias else None
         self.bk = jnp.zeros((kv_heads, size)) if qkv_bias else None
         self.bv = jnp.zeros((kv_heads, size)) if qkv_bias else None
-        self.bo = jnp.zeros(embed) if config.bias else None
+        self.bo = jnp.zeros(embed) if config.bias or config.attention.out_bias else None
         self.sinks = jnp.zeros(heads) if config.attention.sinks else None
         self.q_norm = self.k_norm = None
         rms_norm = partial(
@@ -118,6 +119,8 @@ class Attention(eqx.Module):
         q_BTNH = add_bias(matmul(x_BTE, self.wq), self.bq)
         k_BTKH = add_bias(matmul(x_BTE, self.wk), self.bk)
         v_BTKH = add_bias(matmul(x_BTE, self.wv), self.bv)
+        if (clip := self.config.clip) is not None:
+            q_BTNH, k_BTKH, v_BTKH = (jnp.clip(x, -clip, clip) for x in (q_BTNH, k_BTKH, v_BTKH))
         if self.q_norm is not None and self.k_norm is not None:
             q_BTNH, k_BTKH = _norm_heads(self.q_norm, q_BTNH), _norm_heads(self.k_norm, k_BTKH)
         if rotary is not None:
@@ -168,8 +171,9 @@ class MLP(eqx.Module):
         self.w_gate = normal(gate_key, (embed, hidden), embed) if config.gated else None
         self.w_up = normal(up_key, (embed, hidden), embed)
         self.w_down = normal(down_key, (hidden, embed), hidden * config.num_parts)
-        self.b_up = jnp.zeros(hidden) if config.bias else None
-        self.b_down = jnp.zeros(embed) if config.bias else None
+        bias = config.bias or config.mlp_bias
+        self.b_up = jnp.zeros(hidden) if bias else None
+        self.b_down = jnp.zeros(embed) if bias else None
         self.kind = config.mlp
 
     def __call__(self, x_BTE: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
@@ -229,6 +233,7 @@ class Block(eqx.Module):
     shared_gate: Float[Array, "embed routes"] | Operand | None
     mlp_out_norm: Norm | None
     norms_stream: bool = eqx.field(static=True)
+    parallel: bool = eqx.field(static=True)
     multiplier: float = eqx.field(static=True)
     dropout: float = eqx.field(static=True)
 
@@ -241,7 +246,9 @@ class Block(eqx.Module):
         self.mlp = self.dense_mlp = self.shared_mlp = self.shared_gate = None
         self.attention_norm = residual_norm(config) if before else None
         self.attention_out_norm = residual_norm(config) if after else None
-        self.mlp_norm = residual_norm(config) if before and has_mlp else None
+        self.parallel = config.residual.parallel != "none"
+        has_own = has_mlp and config.residual.parallel != "one_norm"
+        self.mlp_norm = residual_norm(config) if before and has_own else None
         self.mlp_out_norm = residual_norm(config) if after and has_mlp else None
         self.norms_stream, self.dropout = placement == "stream", config.dropout
         self.multiplier = config.residual.multiplier
@@ -292,12 +299,16 @@ class Block(eqx.Module):
             assert self.attention is not None
             attend = attention if attend is None else attend
             added_BTE = self.attention(normed_BTE, segment_ids, rotary, window, attend)
+        if self.parallel and self.mlp_norm is not None:
+            normed_BTE = _enter(self.mlp_norm, x_BTE)
         x_BTE = self._add(x_BTE, added_BTE, self.attention_out_norm, keys[0])
         mlp = self.mlp or self.dense_mlp
         if mlp is None:
             return x_BTE, None
         x_BTE = named(x_BTE, "mlp_input")
-        normed_BTE, balance = _enter(self.mlp_norm, x_BTE), None
+        balance = None
+        if not self.parallel:
+            normed_BTE = _enter(self.mlp_norm, x_BTE)
         if isinstance(mlp, MoE):
             counted_BT = jnp.ones((1, x_BTE.shape[1]))
             if segment_ids is not None:

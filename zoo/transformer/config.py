@@ -18,7 +18,7 @@ from zoo.nn.remat import NAMES, Kept, Policy
 from zoo.transformer.dispatch import Dispatch
 
 Reach = Literal["local", "global"]
-LayerKind = Literal[Reach, "recurrent"]
+LayerKind = Literal[Reach, "local_nope", "global_nope", "recurrent"]
 Scores = Literal["softmax", "sigmoid"]
 
 
@@ -56,6 +56,10 @@ class AttentionConfig:
     """Size of a head; d_model / num_heads if not given."""
     qkv_bias: bool = False
     """Biases on queries, keys and values only (Qwen 2)."""
+    out_bias: bool = False
+    """A bias on the last projection of attention (Seed-OSS)."""
+    clip: float | None = None
+    """Bounds the features of queries, keys and values, before all else (OLMo)."""
     qk_norm: Literal["none", "per_head", "across_heads"] = "none"
     """RMSNorm of queries and keys: over each head (Henry et al. 2020), or all together (OLMo 2)."""
     window: int | None = None
@@ -80,7 +84,7 @@ class AttentionConfig:
     def __post_init__(self) -> None:
         configuration.check(self, "attention.")
         configuration.check_positive(
-            self, "attention.", "num_kv_heads", "head_dim", "window", "scale", "soft_cap"
+            self, "attention.", "num_kv_heads", "head_dim", "window", "scale", "soft_cap", "clip"
         )
         require(
             len(self.window_pattern) > 0,
@@ -204,10 +208,16 @@ class PositionsConfig:
     """Base in layers with a window, which are not stretched then; as elsewhere if not given."""
     rotary_fraction: float = 1.0
     """Share of a head's features, from the first on, that rotate (0.25 of Qwen3-Next's)."""
+    pattern: tuple[Literal["rotary", "none"], ...] = ("rotary",)
+    """Which layers have rotary positions, repeated over the layers (SmolLM3, Cohere 2, EXAONE 4);
+    in the others only what a token sees tells it where it is (Kazemnejad et al. 2023)."""
 
     def __post_init__(self) -> None:
         configuration.check(self, "positions.")
         configuration.check_positive(self, "positions.", "theta", "local_theta")
+        require(
+            len(self.pattern) > 0, "positions.pattern=(): needs a 'rotary' or a 'none' at least"
+        )
         require(
             0 < self.rotary_fraction <= 1 and (self.kind == "rotary" or self.rotary_fraction == 1),
             f"positions.rotary_fraction={self.rotary_fraction}: must be in (0, 1], and 1 with "
@@ -332,7 +342,13 @@ class ResidualConfig:
     """The residual stream, and the norms between it and the parts that add to it."""
 
     norm: NormKind = "rms"
-    """RMSNorm, LayerNorm, or RMSNorm whose scale is stored less one (Gemma)."""
+    """RMSNorm, LayerNorm, either one with a scale that is stored less one (Gemma, Nemotron), or
+    LayerNorm without a scale (OLMo)."""
+    norm_bias: bool = False
+    """Biases in LayerNorm."""
+    parallel: Literal["none", "one_norm", "two_norms"] = "none"
+    """Let the MLP read what attention reads, beside it and not after it, behind the same norm
+    (GPT-J, Cohere) or behind its own (GPT-NeoX)."""
     norm_placement: Literal["pre", "post", "both", "stream"] = "pre"
     """Where norms are: before each part, after it (OLMo 2), both (Gemma 2), or on the sum of it and
     the residual stream (BERT)."""
@@ -349,6 +365,11 @@ class ResidualConfig:
         configuration.check(self, "residual.")
         configuration.check_positive(
             self, "residual.", "norm_eps", "embedding_multiplier", "multiplier"
+        )
+        require(
+            self.parallel == "none" or self.norm_placement == "pre",
+            f"residual.parallel={self.parallel!r}: has norms before the parts, and "
+            f"residual.norm_placement={self.norm_placement!r}",
         )
 
 
@@ -371,6 +392,10 @@ class Config:
     (geglu), or plain, with that activation; with none a layer is its mixer alone (Mamba-2)."""
     bias: bool = False
     """Biases in the projections of attention, MLPs and routers (and in LayerNorm)."""
+    mlp_bias: bool = False
+    """Biases in MLPs and routers only."""
+    head_bias: bool = False
+    """A bias in the output head (Phi, GPT-J)."""
     max_seq_len: int = 2048
     """Longest sequence; learned positions have a table of that many rows."""
     causal: bool = True
@@ -416,6 +441,10 @@ class Config:
             self.experts.num_experts is None or any(self.has_experts),
             f"experts.first_dense={self.experts.first_dense} and experts.interval="
             f"{self.experts.interval} leave none of num_layers={self.num_layers} with experts",
+        )
+        require(
+            not (self.head_bias and self.tie_embeddings),
+            "head_bias=True: is of a head of its own, and tie_embeddings=True",
         )
         require(
             self.mlp != "none" or self.d_ff is None,
@@ -565,13 +594,18 @@ class Config:
         """The kinds of layers that take turns: attention is global where there is no window."""
         windows = ("global",) if self.attention.window is None else self.attention.window_pattern
         mixers = self.mixer.pattern
-        turns = math.lcm(len(windows), len(mixers), self.experts.interval)
-        return tuple(
-            windows[index % len(windows)]
-            if mixers[index % len(mixers)] == "attention"
-            else "recurrent"
-            for index in range(turns)
-        )
+        placed = self.positions.pattern if self.positions.kind == "rotary" else ("rotary",)
+
+        def kind(index: int) -> LayerKind:
+            if mixers[index % len(mixers)] != "attention":
+                return "recurrent"
+            reach = windows[index % len(windows)]
+            if placed[index % len(placed)] == "rotary":
+                return reach
+            return "local_nope" if reach == "local" else "global_nope"
+
+        length = math.lcm(len(windows), len(mixers), len(placed), self.experts.interval)
+        return tuple(map(kind, range(length)))
 
     @property
     def all_layer_kinds(self) -> tuple[LayerKind, ...]:
@@ -608,7 +642,7 @@ class Config:
 
     def window_of(self, kind: LayerKind) -> int | None:
         """The sliding window of a layer of that kind."""
-        return self.attention.window if kind == "local" else None
+        return self.attention.window if kind.startswith("local") else None
 
 
 def mixer_of(kind: LayerKind) -> Literal["attention", "recurrence"]:

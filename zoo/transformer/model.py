@@ -55,7 +55,7 @@ class Transformer(CastsAtUse):
                 config.vocab_size,
                 in_axis="embed",
                 out_axis="vocab",
-                bias=False,
+                bias=config.head_bias,
                 key=head_key,
             )
 
@@ -134,11 +134,11 @@ class Transformer(CastsAtUse):
         config, rotaries = self.config.positions, {}
         for kind in dict.fromkeys(self.config.layer_kinds):  # in an order that processes share
             theta, scaling = config.theta, config.scaling
-            if kind == "local" and config.local_theta is not None:
+            if kind.startswith("local") and config.local_theta is not None:
                 theta, scaling = config.local_theta, RopeScaling()
             rotaries[kind] = (
                 rotary_tables(positions, self.config.rotary_size, theta, scaling)
-                if config.kind == "rotary" and kind != "recurrent"
+                if config.kind == "rotary" and kind in ("local", "global")
                 else None
             )
         return constrain(x_BTE, "batch", "seq", "embed"), rotaries
@@ -151,10 +151,10 @@ class Transformer(CastsAtUse):
     def readout(self) -> Readout:
         """The output head: from `hidden` to logits in fp32."""
         if self.head is None:
-            weight = transposed(unshard(self.embedding).weight)
+            weight, bias = transposed(unshard(self.embedding).weight), None
         else:
-            weight = unshard(self.head).weight
-        return Readout(weight, soft_cap=self.config.logit_soft_cap)
+            weight, bias = (head := unshard(self.head)).weight, head.bias
+        return Readout(weight, bias, soft_cap=self.config.logit_soft_cap)
 
     def without_head(self) -> "Transformer":
         """The model without the parameters that `hidden` does not use."""

@@ -47,7 +47,7 @@ class MoE(eqx.Module):
         self.w_up = normal(up_key, (num_experts, size, hidden_size), size)
         fan_in = hidden_size * config.num_parts
         self.w_down = normal(down_key, (num_experts, hidden_size, size), fan_in)
-        zeros = lambda *shape: jnp.zeros(shape) if config.bias else None  # noqa: E731
+        zeros = lambda *shape: jnp.zeros(shape) if config.bias or config.mlp_bias else None  # noqa: E731
         self.b_router, self.b_down = zeros(num_experts), zeros(num_experts, size)
         self.b_gate, self.b_up = (zeros(num_experts, hidden_size) for _ in range(2))
         self.bias = None if rate is None else LoadBias(jnp.zeros(num_experts), rate)

@@ -1,0 +1,273 @@
+"""The dense types with most of Llama's names: Phi, SmolLM3, Granite, OLMo, EXAONE and others."""
+
+# ruff: noqa: D102 (`Rule` documents the methods of all rules)
+
+from dataclasses import dataclass
+from typing import Any
+
+from zoo.hf.gpts import GELUS
+from zoo.hf.llamas import DENSE, GATE_UP, POST_NORMS, SILU, decoder, layer, side_by_side, sizes
+from zoo.hf.mambas import FACTORS
+from zoo.hf.rules import (
+    Choice,
+    Each,
+    Fields,
+    Fixed,
+    LayerTypes,
+    Rotary,
+    RotaryInWindows,
+    Rule,
+    Same,
+    kinds_of,
+    layer_types,
+    shortest,
+    words,
+)
+
+OF_ATTENTION = "attention.qkv_bias attention.out_bias"
+BIASES = Each("attention_bias", OF_ATTENTION, False)
+RELU2 = Choice("hidden_act", "mlp", {"relu2": "relu2"}, "relu2")
+
+
+@dataclass(frozen=True)
+class OriginalLength(Rule):
+    """The length that LongRoPE begins with, beside the rotary parameters, whose rule reads it."""
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        fields.take("original_max_position_embeddings", None)
+        return {}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        length = config.positions.scaling.original_max_seq_len
+        return {"original_max_position_embeddings": length or config.max_seq_len}
+
+
+@dataclass(frozen=True)
+class NoRope(Rule):
+    """SmolLM3's: rotary positions where `no_rope_layers` has 1, and windows where it has 0."""
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        interval = fields.take("no_rope_layer_interval", 4)
+        count = fields.values.get("num_hidden_layers", 0)
+        given = fields.take("no_rope_layers", None) or [(i + 1) % interval for i in range(count)]
+        if len(given) != count:
+            raise fields.refusal(f"no_rope_layers={given!r}: must have a number for each layer")
+        used, window = fields.take("use_sliding_window", False), fields.take("sliding_window", None)
+        types = fields.take("layer_types", None)
+        found = {"positions.pattern": shortest(tuple("rotary" if x else "none" for x in given))}
+        if not used or window is None:
+            if types and "sliding_attention" in types:
+                raise fields.refusal("layer_types has a window, but use_sliding_window is false")
+            return found
+        by_default = ["full_attention" if x else "sliding_attention" for x in given]
+        reaches = shortest(kinds_of(fields, types or by_default))
+        return found | {"attention.window": window, "attention.window_pattern": reaches}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        kinds, window = config.all_layer_kinds, config.attention.window
+        return {
+            "no_rope_layers": [int(not kind.endswith("nope")) for kind in kinds],
+            "use_sliding_window": window is not None,
+            "sliding_window": window,
+            "layer_types": layer_types(config),
+        }
+
+
+PHI3 = decoder(
+    model_type="phi3",
+    architecture="Phi3ForCausalLM",
+    rules=(
+        *sizes(eps=1e-5, head_dim="derived"),
+        SILU,
+        OriginalLength(),
+        Rotary(max_seq_len=4096, fraction=1.0),
+        Same("sliding_window", "attention.window", None),
+        Fixed("attention_bias", False, written=False),
+    ),
+    tensors=DENSE
+    | GATE_UP
+    | layer(
+        """
+        blocks.attention.wq  self_attn.qkv_proj.weight  heads.head_dim embed     qkv:0
+        blocks.attention.wk  self_attn.qkv_proj.weight  kv_heads.head_dim embed  qkv:1
+        blocks.attention.wv  self_attn.qkv_proj.weight  kv_heads.head_dim embed  qkv:2
+        """
+    ),
+    splits={"qkv": side_by_side},
+)
+SMOLLM3 = decoder(
+    model_type="smollm3",
+    architecture="SmolLM3ForCausalLM",
+    rules=(
+        *sizes(tied=True, kv_heads=4),
+        SILU,
+        Rotary(theta=2_000_000.0, max_seq_len=32768),
+        NoRope(),
+        BIASES,
+        Fixed("mlp_bias", False),
+    ),
+    ignored=frozenset({"max_window_layers", "pretraining_tp"}),
+)
+GRANITE_DENSE = decoder(
+    model_type="granite",
+    architecture="GraniteForCausalLM",
+    rules=(*sizes(), SILU, Rotary(), *FACTORS, BIASES, Fixed("mlp_bias", False)),
+)
+OLMO = decoder(
+    model_type="olmo",
+    architecture="OlmoForCausalLM",
+    rules=(
+        *sizes(eps=None),
+        SILU,
+        Rotary(),
+        BIASES,
+        Same("clip_qkv", "attention.clip", None),
+    ),
+    always={"residual.norm": "layer_plain", "residual.norm_eps": 1e-5},
+)
+OLMO3 = decoder(
+    model_type="olmo3",
+    architecture="Olmo3ForCausalLM",
+    rules=(
+        *sizes(eps=1e-5),
+        SILU,
+        Rotary(theta=500_000.0, local="theta"),
+        LayerTypes(period=4),
+        Fixed("attention_bias", False),
+    ),
+    always={"attention.qk_norm": "across_heads", "residual.norm_placement": "post"},
+    tensors=DENSE | POST_NORMS,
+)
+EXAONE4 = decoder(
+    model_type="exaone4",
+    architecture="Exaone4ForCausalLM",
+    rules=(
+        *sizes(eps=1e-5, kv_heads=32),
+        SILU,
+        Rotary(),
+        RotaryInWindows(period=4, or_all=True),
+    ),
+    always={"attention.qk_norm": "per_head", "residual.norm_placement": "post"},
+    tensors=DENSE | POST_NORMS,
+)
+SEED_OSS = decoder(
+    model_type="seed_oss",
+    architecture="SeedOssForCausalLM",
+    rules=(
+        *sizes(kv_heads=8, head_dim=128),
+        SILU,
+        Rotary(max_seq_len=524288),
+        Same("attention_bias", "attention.qkv_bias", True),
+        Same("attention_out_bias", "attention.out_bias", False),
+        Fixed("mlp_bias", False),
+    ),
+    ignored=frozenset({"pretraining_tp", "residual_dropout"}),
+)
+ARCEE = decoder(
+    model_type="arcee",
+    architecture="ArceeForCausalLM",
+    rules=(
+        *sizes(eps=1e-5),
+        RELU2,
+        Rotary(max_seq_len=4096),
+        BIASES,
+        Same("mlp_bias", "mlp_bias", False),
+    ),
+)
+NEMOTRON = decoder(
+    model_type="nemotron",
+    architecture="NemotronForCausalLM",
+    rules=(
+        *sizes(eps=1e-5, eps_name="norm_eps"),
+        RELU2,
+        Rotary(max_seq_len=4096, fraction=0.5),
+        BIASES,
+        Same("mlp_bias", "mlp_bias", False),
+    ),
+    always={"residual.norm": "layer_offset", "residual.norm_bias": True},
+)
+JAIS2 = decoder(
+    model_type="jais2",
+    architecture="Jais2ForCausalLM",
+    rules=(
+        *sizes(eps=1e-5, eps_name="layer_norm_eps"),
+        RELU2,
+        Rotary(max_seq_len=8192),
+        Each("attention_bias", OF_ATTENTION, True),
+        Same("mlp_bias", "mlp_bias", True),
+    ),
+    always={"residual.norm": "layer", "residual.norm_bias": True},
+    ignored=frozenset({"rms_norm_eps"}),
+)
+MINISTRAL = decoder(
+    model_type="ministral",
+    architecture="MinistralForCausalLM",
+    rules=(*sizes(kv_heads=8), SILU, Rotary(max_seq_len=131072), LayerTypes(period=None)),
+)
+STARCODER2 = decoder(
+    model_type="starcoder2",
+    architecture="Starcoder2ForCausalLM",
+    rules=(
+        *sizes(tied=True, eps=1e-5, eps_name="norm_epsilon", kv_heads=2),
+        Choice("hidden_act", "mlp", GELUS, "gelu_pytorch_tanh"),
+        Rotary(max_seq_len=4096),
+        Same("sliding_window", "attention.window", None),
+        Each("use_bias", f"{OF_ATTENTION} mlp_bias", True),
+    ),
+    always={"residual.norm": "layer", "residual.norm_bias": True},
+    tensors=DENSE
+    | layer(
+        """
+        blocks.mlp.w_up    mlp.c_fc.weight    mlp embed
+        blocks.mlp.b_up    mlp.c_fc.bias
+        blocks.mlp.w_down  mlp.c_proj.weight  embed mlp
+        blocks.mlp.b_down  mlp.c_proj.bias
+        """
+    ),
+    ignored=words("embedding_dropout residual_dropout mlp_type norm_type"),
+)
+STABLELM = decoder(
+    model_type="stablelm",
+    architecture="StableLmForCausalLM",
+    rules=(
+        *sizes(eps=1e-5, eps_name="layer_norm_eps", kv_heads=32, head_dim="derived"),
+        SILU,
+        Rotary(max_seq_len=4096, fraction=0.25),
+        Same("use_qkv_bias", "attention.qkv_bias", False),
+        Choice(
+            "use_parallel_residual", "residual.parallel", {False: "none", True: "one_norm"}, False
+        ),
+        Fixed("qk_layernorm", False),
+    ),
+    always={"residual.norm": "layer", "residual.norm_bias": True},
+    ignored=frozenset({"hidden_dropout"}),
+)
+PHI = decoder(
+    model_type="phi",
+    architecture="PhiForCausalLM",
+    rules=(
+        *sizes(eps=1e-5, eps_name="layer_norm_eps", head_dim="derived"),
+        Choice("hidden_act", "mlp", GELUS, "gelu_new"),
+        Rotary(max_seq_len=2048, fraction=0.5),
+        Fixed("qk_layernorm", False),
+    ),
+    always={
+        "bias": True,
+        "head_bias": True,
+        "residual.norm": "layer",
+        "residual.parallel": "one_norm",
+    },
+    tensors=DENSE
+    | layer(
+        """
+        final_norm.scale     {prefix}final_layernorm.weight
+        final_norm.bias      {prefix}final_layernorm.bias
+        blocks.attention.wo  self_attn.dense.weight          embed heads.head_dim
+        blocks.attention.bo  self_attn.dense.bias
+        blocks.mlp.w_up      mlp.fc1.weight                  mlp embed
+        blocks.mlp.b_up      mlp.fc1.bias
+        blocks.mlp.w_down    mlp.fc2.weight                  embed mlp
+        blocks.mlp.b_down    mlp.fc2.bias
+        """
+    ),
+)
