@@ -21,7 +21,7 @@ ADDITIONS = TESTS / "additions"
 WITHOUT = {
     "cell": "mgu",
     "norm_and_mlp": "'scale'",
-    "hf_family": "model_type 'gemma' is unknown",
+    "hf_family": "model_type 'vaultgemma' is unknown",
     "recipe": "cannot import name 'cnn'",
     "logical_axis": "the logical axis 'states' is not in the sharding rules",
     "optimizer": "ademamix",

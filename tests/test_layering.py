@@ -64,10 +64,10 @@ def test_every_module_has_a_room():
 
 # Lines of each room. What needs more raises its number here, in a commit that says why.
 CEILINGS = {
-    "common": 1362,
+    "common": 1370,
     "sharding": 1432,
-    "nn": 4700,
-    "transformer": 2010,
+    "nn": 4760,
+    "transformer": 2080,
     "rnn": 897,
     "mlp": 220,
     "bert": 200,
@@ -77,7 +77,7 @@ CEILINGS = {
     "training": 2730,
     "decoding": 1372,
     "publishing": 1807,
-    "hf": 4500,
+    "hf": 5700,
     "runs": 4722,
     "tasks": 1607,
     "alignment": 825,

@@ -30,6 +30,7 @@ def test_list_shows_each_model(shelf, capsys):
     main.list_models()
     lines = capsys.readouterr().out.splitlines()
     assert "description" in lines[0]
+    assert any("gemma3_text" in line for line in lines)
     [line] = [line for line in lines if line.strip().startswith("flowers")]
     assert " mlp " in line
     assert "130" in line  # 4·8 + 8 + 8·8 + 8 + 8·2 + 2

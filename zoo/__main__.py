@@ -12,6 +12,7 @@ from zoo.common import checksums, plugins
 from zoo.common.addresses import explained, is_remote
 from zoo.common.files import local_path
 from zoo.data.prepared import command as preparing
+from zoo.hf.model_types import MODEL_TYPES
 from zoo.publishing import PublishError, formats
 from zoo.publishing.families import body_of
 from zoo.publishing.formats import README, AdapterFormat
@@ -23,7 +24,7 @@ from zoo.wrappers import lora
 
 
 def list_models() -> None:
-    """List the published models."""
+    """List the published models, and the types of Hugging Face's folders that open too."""
     cards = published()
     table = Table("name", "family", "parameters", "MB", "description", box=None)
     for card in cards.values():
@@ -32,6 +33,8 @@ def list_models() -> None:
         megabytes = f"{folder_bytes(card.folder) / 1e6:.1f}"
         table.add_row(card.name, card.family, f"{card.num_parameters:,}", megabytes, summary)
     console().print(table if cards else "The shelf is empty.")
+    types = ", ".join(sorted(MODEL_TYPES))
+    console().print(f"\nFolders and hub ids of Hugging Face's open too, of these types: {types}.")
 
 
 def describe(model: tyro.conf.Positional[str], mesh: str = "") -> None:

@@ -89,7 +89,7 @@ def test_older_config_spellings_are_read(name: str, changes: dict, copy: Any):
         ("llama2", {"model_type": "mamba"}, "'mamba' is unknown; known are llama, .*CONTRIBUTING"),
         (
             "llama2",
-            {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
+            {"model_type": "paligemma", "text_config": {"model_type": "gemma3_text"}},
             "its language model is a gemma3_text, which opens once it is saved",
         ),
         (
@@ -297,6 +297,40 @@ def test_buffers_and_tied_heads_are_accepted(copy: Any):
     assert "lm_head.weight: (53, 20) here, none" in refusal(folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "whole_type", "prefix", "head"),
+    [("gemma3", "gemma3", "model.language_model.", ""),
+     ("mistral", "mistral3", "language_model.model.", "language_model.")],
+)  # fmt: skip
+def test_the_text_part_beside_a_vision_tower_is_opened(
+    name: str, whole_type: str, prefix: str, head: str, copy: Any, caplog: Any
+):
+    folder = copy(name)
+    plain, text = zoo.load(folder), json.loads((folder / "config.json").read_text())
+    stored = {
+        x.replace("model.", prefix, 1) if x.startswith("model.") else head + x: y
+        for x, y in tensors(folder).items()
+    }
+    others = {"model.vision_tower.x": np.ones(3), "multi_modal_projector.y": np.ones(2)}
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    safetensors.numpy.save_file(stored | others, folder / "model.safetensors")
+    values = {"model_type": whole_type, "text_config": text}
+    (folder / "config.json").write_text(json.dumps(values))
+    whole = zoo.load(folder)
+    assert whole.config == plain.config
+    assert eqx.tree_equal(whole, plain)
+    assert "a vision tower" in caplog.text
+    assert "a projector of images" in caplog.text
+    # Fields that such files leave to transformers.
+    if name == "gemma3":
+        family = hf.MODEL_TYPES["gemma3_text"]
+        left = {"num_attention_heads", "num_key_value_heads", "vocab_size", "head_dim"}
+        config = family.read({x: y for x, y in text.items() if x not in left}, "config.json")
+        assert (config.num_heads, config.kv_heads, config.head_size) == (8, 4, 256)
+        assert config.vocab_size == 262_208
+
+
 def test_the_text_part_of_a_whole_model_is_opened(copy: Any, caplog: Any):
     folder = copy("qwen3_5")
     plain, text = zoo.load(folder), json.loads((folder / "config.json").read_text())
@@ -329,6 +363,17 @@ def test_the_text_part_of_a_whole_model_is_opened(copy: Any, caplog: Any):
         ("granite_hybrid", {"position_embedding_type": "alibi"}, "type='alibi' is not supported"),
         ("granite_hybrid_moe", {"shared_intermediate_size": 19}, "=19 is no multiple of .*=9"),
         ("mamba2", {"use_bias": True}, "use_bias=True is not supported"),
+        ("phi3", {"head_dim": 9}, "head_dim=9 is not supported, only 8"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers=.*a number for each layer"),
+        ("smollm3", {"use_sliding_window": False}, "layer_types has a window"),
+        ("exaone4_full", {"layer_types": ["sliding_attention"] * 2}, "layer_types has a window"),
+        ("cohere2", {"sliding_window": None}, "sliding_window=None is not supported"),
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm=True is not supported"),
+        ("gpt_neo", {"attention_types": [[["local"], 3]]}, "attention_layers contradicts"),
+        ("gpt_bigcode", {"multi_query": False}, "multi_query=False is not supported"),
+        ("falcon", {"alibi": True}, "alibi=True is not supported"),
+        ("phi", {"qk_layernorm": True}, "qk_layernorm=True is not supported"),
+        ("gpt2", {"model_type": "bloom"}, "'bloom' is unknown.*ALiBi"),
         (
             "mamba2",
             {"model_type": "nemotron_h"},
@@ -337,7 +382,7 @@ def test_the_text_part_of_a_whole_model_is_opened(copy: Any, caplog: Any):
         ("xlstm", {"num_blocks": 3}, "num_blocks contradicts num_hidden_layers"),
     ],
 )
-def test_hybrids_that_are_not_supported_are_refused(
+def test_types_that_are_not_supported_are_refused(
     name: str, changes: dict, message: str, copy: Any
 ):
     folder = copy(name)

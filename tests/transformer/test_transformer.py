@@ -224,6 +224,24 @@ OPTIONS: dict[str, dict[str, Any]] = {
             short_factors=(1.0, 2.0), long_factors=(3.0, 9.0), original_max_seq_len=8
         ),
     },
+    "no positions, parallel": {
+        "num_layers": 3,
+        "attention.window": 5,
+        "attention.window_pattern": ("local", "global"),
+        "attention.clip": 2.0,
+        "positions.pattern": ("rotary", "none"),
+        "residual.norm": "layer_offset",
+        "residual.norm_bias": True,
+        "residual.parallel": "two_norms",
+        "head_bias": True,
+        "mlp": "relu2",
+        "mlp_bias": True,
+    },
+    "plain norms": {
+        "attention.out_bias": True,
+        "residual.norm": "layer_plain",
+        "residual.parallel": "one_norm",
+    },
     "experts": {"experts.num_experts": 4, "experts.per_token": 2, "d_ff": 12},
 }
 
@@ -257,7 +275,10 @@ def test_flops_count_weights_and_attention(name: str):
         or path == ("embedding.weight" if config.tie_embeddings else "head.weight")
     ]
     # A window of five; or all twelve keys, of which a causal query sees half; and two layers.
-    keys = {"biased": 2 * 5, "encoder": 2 * 12, "both norms": 5 + 6 + 5}.get(name, 2 * 6)
+    keys = {"biased": 2 * 5, "encoder": 2 * 12} | dict.fromkeys(
+        ("both norms", "no positions, parallel"), 5 + 6 + 5
+    )
+    keys = keys.get(name, 2 * 6)
     attention = 12 * config.num_heads * config.head_size * keys
     expected = 6 * sum(map(math.prod, weights)) + attention
     assert transformer.num_flops_per_token(config, 12) == expected
@@ -324,6 +345,13 @@ def test_call_options_are_checked():
         ({"positions.rotary_fraction": 0.0}, r"positions\.rotary_fraction=0\.0"),
         ({"dropout": 1.0}, "dropout=1.0"),
         ({"attention.window": 0}, "attention.window=0"),
+        ({"attention.clip": 0.0}, "attention.clip=0.0"),
+        ({"positions.pattern": ()}, r"positions.pattern=\(\)"),
+        ({"head_bias": True, "tie_embeddings": True}, "head_bias=True: is of a head"),
+        (
+            {"residual.parallel": "one_norm", "residual.norm_placement": "both"},
+            "residual.parallel='one_norm'",
+        ),
         ({"attention.window_pattern": ()}, r"attention.window_pattern=\(\)"),
         ({"experts.num_experts": 2, "mlp": "gelu"}, "experts.num_experts=2: experts"),
     ],

@@ -198,10 +198,12 @@ def value_from_json(name: str, value: Any, annotation: Any) -> Any:
     return value
 
 
-@functools.cache
-def annotations(cls: Any) -> Mapping[str, Any]:
+_type_hints = functools.cache(typing.get_type_hints)
+
+
+def annotations(cls: Any) -> dict[str, Any]:
     """The type of each field of a dataclass."""
-    hints = typing.get_type_hints(cls)
+    hints = _type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 

@@ -247,7 +247,7 @@ def _family(folder: Path, values: dict, ignore: Collection[str] | None = ()) -> 
             "else build it of zoo.transformer's parts, or write its Family as CONTRIBUTING.md says"
         )
         if isinstance(kind, str) and kind in REFUSED:
-            remedy = f"{REFUSED[kind]}, which those of the zoo do not"
+            remedy = f"{REFUSED[kind]}, and nothing of the zoo's does"
         if inside in MODEL_TYPES:
             remedy = (
                 f"its language model is a {inside}, which opens once it is saved alone: by "

@@ -3,6 +3,7 @@
 # ruff: noqa: D102 (`Rule` documents the methods of all rules)
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -172,8 +173,8 @@ _GPTJ_ALWAYS = {
     "head_bias": True,
     "residual.parallel": "one_norm",
 }
-of_gpt = {"prefixes": ("transformer.", ""), "marker": "{prefix}wte.weight"}
-GPTJ = decoder(
+of_gpt = partial(decoder, prefixes=("transformer.", ""), marker="{prefix}wte.weight")
+GPTJ = of_gpt(
     model_type="gptj",
     architecture="GPTJForCausalLM",
     rules=_GPTJ_RULES,
@@ -189,9 +190,8 @@ GPTJ = decoder(
     splits=PAIRS,
     ignored=words(f"{SUMMARY} rotary scale_attn_weights gradient_checkpointing"),
     buffers=(".attn.bias", ".attn.masked_bias"),
-    **of_gpt,
 )
-CODEGEN = decoder(
+CODEGEN = of_gpt(
     model_type="codegen",
     architecture="CodeGenForCausalLM",
     rules=_GPTJ_RULES,
@@ -203,9 +203,8 @@ CODEGEN = decoder(
     splits={"qkv": _codegen},
     ignored=words(f"{SUMMARY} n_ctx rotary scale_attn_weights"),
     buffers=(".attn.causal_mask", ".attn.bias", ".attn.masked_bias"),
-    **of_gpt,
 )
-GPT_NEO = decoder(
+GPT_NEO = of_gpt(
     model_type="gpt_neo",
     architecture="GPTNeoForCausalLM",
     rules=(
@@ -239,9 +238,8 @@ GPT_NEO = decoder(
     ),
     ignored=words(f"{SUMMARY} embed_dropout resid_dropout classifier_dropout"),
     buffers=(".attn.attention.bias", ".attn.attention.masked_bias"),
-    **of_gpt,
 )
-GPT_BIGCODE = decoder(
+GPT_BIGCODE = of_gpt(
     model_type="gpt_bigcode",
     architecture="GPTBigCodeForCausalLM",
     rules=(
@@ -274,7 +272,6 @@ GPT_BIGCODE = decoder(
         num_key_value_heads validate_runner_input"""
     ),
     buffers=(".attn.bias", ".attn.masked_bias"),
-    **of_gpt,
 )
 FALCON = decoder(
     model_type="falcon",

@@ -348,6 +348,7 @@ BERT = Family(
 REFUSED = {
     "phimoe": "experts are chosen, and weighted, by a threshold on the distances of their scores "
     "(sparsemixer)",
+    "apertus": "an activation has parameters of its own (xIELU)",
     "bloom": "attention falls off with the distance (ALiBi)",
     "falcon_h1": "a layer has attention and Mamba-2 side by side",
     "hunyuan_v1_dense": "queries and keys are normed after their rotation",

@@ -180,7 +180,8 @@ class Each(Rule):
     default: Any
 
     def read(self, fields: Fields) -> dict[str, Any]:
-        return dict.fromkeys(self.ours.split(), fields.take(self.theirs, self.default))
+        value = fields.take(self.theirs, self.default)
+        return dict.fromkeys(self.ours.split(), False if value is None else value)
 
     def write(self, config: Any) -> dict[str, Any]:
         return Same(self.theirs, self.ours.split()[0]).write(config)
@@ -367,7 +368,8 @@ class LayerTypes(Rule):
         period = fields.take("_sliding_window_pattern", period)
         given = fields.take("layer_types", None)
         pattern: tuple[str, ...] = ("local",)
-        if period is not None and not (isinstance(period, str) and given):  # as "LLLG"
+        in_letters = isinstance(period, str) and {*period} <= {*"LG"} and given  # as "LLLG"
+        if period is not None and not in_letters:
             configuration.check_value("sliding_window_pattern", period, int)
             if period < 1:
                 raise fields.refusal(f"sliding_window_pattern={period}: must be positive")

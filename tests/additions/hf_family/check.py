@@ -1,4 +1,4 @@
-"""A folder of Gemma's as transformers writes it is the model it says, and is written the same."""
+"""A folder of VaultGemma is the model that it says, and is written as it was."""
 
 import json
 import tempfile
@@ -16,26 +16,30 @@ from zoo import transformer
 from zoo.publishing import PublishError
 
 FIELDS = {
-    "architectures": ["GemmaForCausalLM"],
+    "architectures": ["VaultGemmaForCausalLM"],
     "attention_bias": False,
     "attention_dropout": 0.0,
+    "attn_logit_softcapping": None,
     "bos_token_id": 2,
     "eos_token_id": 1,
     "head_dim": 4,
-    "hidden_act": "gelu_pytorch_tanh",
-    "hidden_activation": None,
+    "final_logit_softcapping": None,
+    "hidden_activation": "gelu_pytorch_tanh",
     "hidden_size": 8,
     "initializer_range": 0.02,
     "intermediate_size": 16,
+    "layer_types": ["full_attention"] * 2,
     "max_position_embeddings": 64,
-    "model_type": "gemma",
+    "model_type": "vaultgemma",
     "num_attention_heads": 4,
     "num_hidden_layers": 2,
     "num_key_value_heads": 2,
     "pad_token_id": 0,
+    "query_pre_attn_scalar": 4,
     "rms_norm_eps": 1e-06,
     "rope_scaling": None,
     "rope_theta": 10000.0,
+    "sliding_window": 4096,
     "torch_dtype": "float32",
     "transformers_version": "4.50.0",
     "use_cache": True,
@@ -50,7 +54,7 @@ SHAPES = {
     "mlp.up_proj": (16, 8),
     "mlp.down_proj": (8, 16),
     "input_layernorm": (8,),
-    "post_attention_layernorm": (8,),
+    "pre_feedforward_layernorm": (8,),
 }
 
 rng = np.random.default_rng(0)
@@ -104,7 +108,7 @@ by_hand = [
     stacked("mlp.up_proj"),
     stacked("mlp.down_proj"),
     stacked("input_layernorm"),
-    stacked("post_attention_layernorm"),
+    stacked("pre_feedforward_layernorm"),
 ]
 assert len(by_hand) == len(jax.tree.leaves(eqx.filter(want, eqx.is_array)))
 want = eqx.tree_at(parameters, want, by_hand)
@@ -124,7 +128,7 @@ assert {n: x.tobytes() for n, x in again.items()} == {n: x.tobytes() for n, x in
 assert zoo.load(folder / "again").config == want.config
 
 # A field that may change the maths is refused.
-for name, value in {"attention_sinks": 4, "hidden_act": "gelu"}.items():
+for name, value in {"attention_sinks": 4, "hidden_activation": "gelu"}.items():
     (folder / "config.json").write_text(json.dumps(FIELDS | {name: value}))
     with pytest.raises(PublishError, match=name):
         zoo.load(folder)
