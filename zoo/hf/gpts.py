@@ -40,7 +40,7 @@ class RotaryDim(Rule):
 
 
 @dataclass(frozen=True)
-class AttentionTypes(Rule):
+class WindowGroups(Rule):
     """GPT-Neo's: which layers have a window, in groups that repeat."""
 
     def read(self, fields: Fields) -> dict[str, Any]:
@@ -217,7 +217,7 @@ GPT_NEO = of_gpt(
         Same("layer_norm_epsilon", "residual.norm_eps", 1e-5),
         Same("tie_word_embeddings", "tie_embeddings", True),
         Choice("activation_function", "mlp", GELUS, "gelu_new"),
-        AttentionTypes(),
+        WindowGroups(),
     ),
     always={
         **NORMS,
