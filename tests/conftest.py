@@ -14,10 +14,12 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import jaxtyping
 import pytest
+import typechecker
 from jax.experimental.compilation_cache import compilation_cache
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jaxtyping.jaxtyped = typechecker.jaxtyped  # before a module of the zoo is imported
 gc.set_threshold(50_000)  # of what JAX keeps little is garbage: a fourteenth of the tests' time
 
 

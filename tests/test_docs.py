@@ -366,6 +366,7 @@ def site(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_site_loads_nothing_from_elsewhere(site):
     pages = list(site.rglob("*.html"))
     assert len(pages) > 20
@@ -376,6 +377,7 @@ def test_the_site_loads_nothing_from_elsewhere(site):
         assert not re.search(r"url\(\"?(?:https?:)?//|@import", sheet.read_text()), sheet.name
 
 
+@pytest.mark.slow
 def test_the_site_can_be_searched_as_files(site):
     """Browsers start no worker there: the index is a script, and a script of ours stands in."""
     assert (site / "search" / "search_index.js").read_text().startswith("var __index = {")
@@ -390,6 +392,7 @@ def test_the_first_block_is_as_wide_as_its_page():
     assert max(map(len, first.lines)) <= 83
 
 
+@pytest.mark.slow
 def test_every_block_is_shown_as_one(site):
     pages = [page for page in PAGES if page.is_relative_to(DOCS)]
     for page in pages:
@@ -399,6 +402,7 @@ def test_every_block_is_shown_as_one(site):
     assert len(pages) > 20
 
 
+@pytest.mark.slow
 def test_names_in_the_pages_lead_to_the_reference(site):
     start = (site / "index.html").read_text()
     assert re.search(r'href="reference/decoding\.html#zoo\.generate"[^>]*><code>zoo\.gen', start)

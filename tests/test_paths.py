@@ -173,7 +173,13 @@ def test_files_are_seen():
     assert "sharding/mesh.py" in files_run(lambda: zoo.make_mesh("data=8"))
 
 
-@pytest.mark.parametrize("path", CEILINGS, ids=lambda path: path.__name__)
+TRAINING = (finetune, adapters)  # which take longer
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(x, marks=[pytest.mark.slow] * (x in TRAINING), id=x.__name__) for x in CEILINGS],
+)
 def test_a_path_takes_few_files(path: Callable, tmp_path: Path):
     files = files_run(path(tmp_path))
     assert 0 < len(files) <= CEILINGS[path], "\n".join(files)

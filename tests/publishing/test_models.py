@@ -609,6 +609,7 @@ def test_fields_that_can_be_overridden_change_no_parameter():
                 "implementation": "scan",
                 "experts.dispatch": "all_to_all",
                 "eos_ids": (3,),
+                "origin": "",
             }.get(field, others.get(type(old), 3))
             try:
                 changed = configuration.changed(config, {field: value})
