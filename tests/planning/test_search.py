@@ -206,6 +206,7 @@ def test_settings_are_searched_one_kind_after_another(monkeypatch):
         FSDP,
         FSDP + flags,
         f"{FSDP} --xla scatter_layouts",
+        f"--remat save:query,key,value {FSDP}{flags}",
         f"{remat}{FSDP}{flags}",
         f"--remat dots {FSDP}{flags}",
         f"--remat none {FSDP}{flags}",

@@ -1,5 +1,6 @@
 """Named sets of the compiler's flags: known to the compilers, and given to them."""
 
+import dataclasses
 from typing import get_args
 
 import jax
@@ -44,7 +45,23 @@ def test_sets_have_the_names_that_are_flags_of_a_run():
     assert {name for sets in flags.SETS.values() for name in sets} == {
         name for name in get_args(flags.Flags) if name != "default"
     }
-    assert flags.names("cpu") == ["default"]
+    assert flags.names("cpu") == ["default", "native_bf16"]
+
+
+def test_a_loop_in_native_bf16_writes_its_part_alone():
+    """Else XLA for CPU converts all of an array, and back, at each turn."""
+    sizes = dataclasses.replace(SIZES, num_layers=3)
+    make, optimizer = lambda key: transformer.Transformer(sizes, key=key), optax.sgd(1.0)
+    ones = jnp.ones((2, 6), jnp.int32)
+    batch = {"tokens": ones, "targets": ones, "weights": jnp.ones((2, 6))}
+    seen, found = {}, {}
+    for name in flags.names("cpu"):
+        state = zoo.init_state(make, optimizer, key=KEY)
+        step = zoo.make_train_step(losses.next_token, optimizer, precision="bf16", xla=name)
+        seen[name] = float(step(state, batch)[1]["loss"])
+        found[name] = "f32[3,2,6,8]" in step.programs[0].as_text()
+    assert found == {"default": True, "native_bf16": False}
+    assert seen["native_bf16"] == pytest.approx(seen["default"], rel=1e-2)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,9 @@ from zoo.planning.targets import Target
 from zoo.training import flags
 
 MOST = 6  # changes that are compiled to find one that fits: each may take a minute
+# From the least recomputed to the most. None that offloads: a plan counts no time of the host's.
+_POLICIES = [*remat.POLICIES]
+_POLICIES.insert(_POLICIES.index("full"), "save:query,key,value")
 _OTHERS = 2  # meshes that are compiled beside the best one by hand
 say = functools.partial(print, flush=True)  # into a pipe too, as it takes minutes
 
@@ -162,11 +165,12 @@ class Search:
         One that does not fit is tried with twice the microbatches, and is the last if that neither.
         """
         assert self.best is not None
-        accumulate, policies = self.best.job.accumulate, [*remat.POLICIES]
+        accumulate = self.best.job.accumulate
         while accumulate % 2 == 0 and self.change(accumulate=accumulate // 2):
             accumulate //= 2
         accumulate, first = self.best.job.accumulate, self.best.job.remat or "none"
-        for policy in reversed(policies[: policies.index(first if first in policies else "full")]):
+        last = _POLICIES.index(first if first in _POLICIES else "full")
+        for policy in reversed(_POLICIES[:last]):
             if not self.change(remat=policy, accumulate=accumulate):
                 accumulate *= 2
                 if not self.change(remat=policy, accumulate=accumulate):

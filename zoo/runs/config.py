@@ -72,7 +72,7 @@ class Config:
     processes share it."""
     xla: Flags = may_differ("default")
     """Set of the compiler's flags for the train step: no_windows or scatter_layouts (TPUs), overlap
-    (GPUs). `python -m zoo plan --mesh search` compares them."""
+    (GPUs), native_bf16 (CPUs). `python -m zoo plan --mesh search` compares those of TPUs."""
     sequence_parallel: bool = may_differ(False)
     """Split activations along the sequence between the tensor-parallel parts."""
     distributed: bool = may_differ(False)

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from zoo.common.configuration import require
 
-Flags = Literal["default", "no_windows", "scatter_layouts", "overlap"]
+Flags = Literal["default", "no_windows", "scatter_layouts", "overlap", "native_bf16"]
 
 
 # A product of a gathered matrix is by default a loop ("windowed"), which permutes parts of the
@@ -18,7 +18,7 @@ Flags = Literal["default", "no_windows", "scatter_layouts", "overlap"]
 # many tokens per chip, that costs more memory traffic than it hides of the links.
 _NO_WINDOWS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}
 
-SETS: dict[str, dict[Flags, dict[str, bool | int]]] = {
+SETS: dict[str, dict[Flags, dict[str, bool | int | str]]] = {
     "tpu": {
         "no_windows": _NO_WINDOWS,
         # Gradients are then an all-reduce that keeps a part, which needs them in a layout of which
@@ -43,6 +43,12 @@ SETS: dict[str, dict[Flags, dict[str, bool | int]]] = {
             "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**28,
         },
     },
+    "cpu": {
+        # XLA takes each operation on bf16 to fp32: a loop that writes a part of an array then
+        # converts all of it, and back, at each turn. Without that pass it refuses convolutions,
+        # and products that return bf16, which the zoo's families do not have.
+        "native_bf16": {"xla_disable_hlo_passes": "float-normalization-bf16"},
+    },
 }
 
 
@@ -51,7 +57,7 @@ def names(platform: str) -> list[Flags]:
     return ["default", *SETS.get(platform, {})]
 
 
-def options(name: Flags, devices: Mesh | str | None) -> dict[str, bool | int]:
+def options(name: Flags, devices: Mesh | str | None) -> dict[str, bool | int | str]:
     """The flags of a set, for `jax.stages.Lowered.compile`.
 
     `devices` are a mesh, or JAX's own, or a platform.
