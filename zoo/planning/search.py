@@ -16,7 +16,6 @@ from typing import Any
 from jax.sharding import AbstractMesh
 
 from zoo import sharding
-from zoo.nn import remat
 from zoo.planning import report
 from zoo.planning.job import Estimate, Job, make_estimate
 from zoo.planning.meshes import Candidate
@@ -25,9 +24,7 @@ from zoo.planning.targets import Target
 from zoo.training import flags
 
 MOST = 6  # changes that are compiled to find one that fits: each may take a minute
-# From the least recomputed to the most. None that offloads: a plan counts no time of the host's.
-_POLICIES = [*remat.POLICIES]
-_POLICIES.insert(_POLICIES.index("full"), "save:query,key,value")
+_POLICIES = ["full", "save:query,key,value", "dots_no_batch", "dots", "none"]
 _OTHERS = 2  # meshes that are compiled beside the best one by hand
 say = functools.partial(print, flush=True)  # into a pipe too, as it takes minutes
 
@@ -168,9 +165,8 @@ class Search:
         accumulate = self.best.job.accumulate
         while accumulate % 2 == 0 and self.change(accumulate=accumulate // 2):
             accumulate //= 2
-        accumulate, first = self.best.job.accumulate, self.best.job.remat or "none"
-        last = _POLICIES.index(first if first in _POLICIES else "full")
-        for policy in reversed(_POLICIES[:last]):
+        accumulate, now = self.best.job.accumulate, self.best.job.remat or "none"
+        for policy in _POLICIES[_POLICIES.index(now) + 1 if now in _POLICIES else 1 :]:
             if not self.change(remat=policy, accumulate=accumulate):
                 accumulate *= 2
                 if not self.change(remat=policy, accumulate=accumulate):

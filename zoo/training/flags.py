@@ -12,7 +12,6 @@ from zoo.common.configuration import require
 
 Flags = Literal["default", "no_windows", "scatter_layouts", "overlap", "native_bf16"]
 
-
 # A product of a gathered matrix is by default a loop ("windowed"), which permutes parts of the
 # matrix while it multiplies others, and reads its activations once per turn. On many chips, or with
 # many tokens per chip, that costs more memory traffic than it hides of the links.
@@ -44,9 +43,8 @@ SETS: dict[str, dict[Flags, dict[str, bool | int | str]]] = {
         },
     },
     "cpu": {
-        # XLA takes each operation on bf16 to fp32: a loop that writes a part of an array then
-        # converts all of it, and back, at each turn. Without that pass it refuses convolutions,
-        # and products that return bf16, which the zoo's families do not have.
+        # A loop that writes a part of an array else converts all of it to fp32, and back; but XLA
+        # then refuses convolutions, and products that return bf16, which no family has.
         "native_bf16": {"xla_disable_hlo_passes": "float-normalization-bf16"},
     },
 }
