@@ -15,7 +15,7 @@ Flags = Literal["default", "no_windows", "scatter_layouts", "overlap", "native_b
 # A product of a gathered matrix is by default a loop ("windowed"), which permutes parts of the
 # matrix while it multiplies others, and reads its activations once per turn. On many chips, or with
 # many tokens per chip, that costs more memory traffic than it hides of the links.
-_NO_WINDOWS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}
+_NO_WINDOWS: dict[str, bool | int | str] = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}
 
 SETS: dict[str, dict[Flags, dict[str, bool | int | str]]] = {
     "tpu": {
