@@ -11,13 +11,13 @@ from jax.sharding import Mesh
 from zoo.common.configuration import require
 
 Flags = Literal["default", "no_windows", "scatter_layouts", "overlap", "native_bf16"]
+Options = dict[str, bool | int | str]
 
 # A product of a gathered matrix is by default a loop ("windowed"), which permutes parts of the
 # matrix while it multiplies others, and reads its activations once per turn. On many chips, or with
 # many tokens per chip, that costs more memory traffic than it hides of the links.
-_NO_WINDOWS: dict[str, bool | int | str] = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}
-
-SETS: dict[str, dict[Flags, dict[str, bool | int | str]]] = {
+_NO_WINDOWS: Options = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}
+SETS: dict[str, dict[Flags, Options]] = {
     "tpu": {
         "no_windows": _NO_WINDOWS,
         # Gradients are then an all-reduce that keeps a part, which needs them in a layout of which
@@ -55,7 +55,7 @@ def names(platform: str) -> list[Flags]:
     return ["default", *SETS.get(platform, {})]
 
 
-def options(name: Flags, devices: Mesh | str | None) -> dict[str, bool | int | str]:
+def options(name: Flags, devices: Mesh | str | None) -> Options:
     """The flags of a set, for `jax.stages.Lowered.compile`.
 
     `devices` are a mesh, or JAX's own, or a platform.
