@@ -1,0 +1,113 @@
+"""Which of transformers' types of language models open here, and whether any of them opens wrongly.
+
+`python tests/golden/survey.py make FOLDER`, with PyTorch and transformers, writes a tiny random
+checkpoint of each type that `AutoModelForCausalLM` knows, and its logits; `python
+tests/golden/survey.py open FOLDER`, with the zoo, opens each and prints a table: opened, and how
+far the logits are from those of transformers, or refused, and why. It ends with 1 if one is wrong.
+"""
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SIZES = {
+    24: "d_model hidden_size n_embd",
+    32: "d_ff encoder_ffn_dim decoder_ffn_dim ffn_dim ffn_hidden_size intermediate_size n_inner "
+    "word_embed_proj_dim",
+    3: "decoder_layers encoder_layers n_layer n_layers num_hidden_layers num_layers",
+    4: "decoder_attention_heads encoder_attention_heads n_head n_heads num_attention_heads "
+    "num_experts num_heads num_local_experts n_routed_experts linear_num_value_heads",
+    2: "linear_num_key_heads num_experts_per_tok num_key_value_heads moe_topk",
+    6: "head_dim qk_nope_head_dim v_head_dim",
+    8: "attention_head_size kv_lora_rank linear_key_head_dim linear_value_head_dim q_lora_rank "
+    "qk_rope_head_dim moe_intermediate_size shared_expert_intermediate_size",
+    64: "max_position_embeddings n_positions original_max_position_embeddings",
+    53: "vocab_size",
+}
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+LIMIT = 4_000_000  # parameters
+
+
+def make(folder: Path) -> None:
+    """Write the checkpoints; a type that these sizes do not fit says so."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        (folder / kind).mkdir(parents=True, exist_ok=True)
+        try:
+            known = CONFIG_MAPPING[kind]
+            sizes = {x: n for n, names in SIZES.items() for x in names.split() if hasattr(known, x)}
+            config = known(**sizes, **dict.fromkeys(IDS))
+            with torch.device("meta"):
+                count = sum(
+                    x.numel() for x in AutoModelForCausalLM.from_config(config).parameters()
+                )
+            if count > LIMIT:
+                raise ValueError(f"{count:,} parameters with these sizes")
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+            arrays = draw(model, torch)
+            model.save_pretrained(folder / kind)
+            np.savez(folder / kind / "golden.npz", **arrays)
+        except Exception as error:
+            (folder / kind / "reason").write_text(f"{type(error).__name__}: {error}")
+        print(kind, flush=True)
+
+
+def draw(model: Any, torch: Any) -> dict[str, np.ndarray]:
+    """Fill a model with random numbers, and give its logits for random tokens."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for x in model.parameters():
+            noise = torch.randn(x.shape, generator=generator)
+            x.copy_(x + 0.2 * noise if x.ndim < 2 else noise / math.sqrt(x.shape[-1]))
+        tokens = torch.from_numpy(np.random.default_rng(0).integers(3, 53, (2, 19)))
+        logits = model(input_ids=tokens).logits.float().numpy()
+    return {"tokens": tokens.numpy().astype(np.int32), "logits": logits}
+
+
+def check(folder: Path) -> str:
+    """What becomes of one checkpoint: "opened …", "refused …", "WRONG …" or "not made …"."""
+    import jax.numpy as jnp
+
+    import zoo
+    from zoo.publishing import PublishError
+
+    if (folder / "reason").is_file():
+        return "not made: " + (folder / "reason").read_text().splitlines()[0][:100]
+    golden = np.load(folder / "golden.npz")
+    try:
+        model = zoo.load(folder)
+    except PublishError as error:
+        text = str(error).replace(f"{folder}/config.json: ", "").replace(f"{folder}: ", "")
+        if "known are " in text:
+            text = text.partition(";")[0] + "; " + text.rpartition(". ")[2]
+        return "refused: " + " ".join(text.split())[:160]
+    got = np.asarray(model(jnp.asarray(golden["tokens"])))
+    far = float(np.abs(got - golden["logits"]).max() / max(1.0, np.abs(golden["logits"]).max()))
+    return f"opened, {far:.1e}" if far < 1e-4 else f"WRONG, {far:.1e}"
+
+
+def main() -> None:
+    """As the docstring of the module says."""
+    action, folder = sys.argv[1], Path(sys.argv[2])
+    if action == "make":
+        make(folder)
+        return
+    found = {path.name: check(path) for path in sorted(folder.iterdir()) if path.is_dir()}
+    for kind, text in found.items():
+        print(f"{kind:26} {text}")
+    words = ("opened", "refused", "not made", "WRONG")
+    count = {word: sum(text.startswith(word) for text in found.values()) for word in words}
+    print(json.dumps(count))
+    sys.exit(1 if count["WRONG"] else 0)
+
+
+if __name__ == "__main__":
+    main()
