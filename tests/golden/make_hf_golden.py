@@ -289,6 +289,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4MoeFor",
         {**DEEPSEEK, "n_group": 1, "topk_group": 1, "attention_bias": True, "head_dim": 8},
     ),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeFor",
+        {
+            "moe_intermediate_size": 7,
+            "moe_num_experts": 6,
+            "moe_k": 3,
+            "moe_layer_interval": 2,
+            "num_hidden_layers": 4,
+        },
+    ),
     "deepseek_v3": (
         "DeepseekV3For",
         {**DEEPSEEK, **LATENT, "num_hidden_layers": 3, "rope_parameters": {**YARN, **MSCALE}},

@@ -7,7 +7,17 @@ from typing import Any
 
 from zoo.hf.delta_nets import SHARED_EXPERT, SharedExperts
 from zoo.hf.family import LOAD_BIAS_RATE
-from zoo.hf.llamas import DENSE, QWEN3_EXPERTS, SILU, NumExperts, decoder, layer, sizes
+from zoo.hf.llamas import (
+    DENSE,
+    INTERLEAVED,
+    PAIRS,
+    QWEN3_EXPERTS,
+    SILU,
+    NumExperts,
+    decoder,
+    layer,
+    sizes,
+)
 from zoo.hf.mambas import GRANITE_EXPERTS, Inverse
 from zoo.hf.rules import Choice, Fields, Fixed, OptionalLayerTypes, Rotary, Rule, Same, words
 
@@ -84,6 +94,7 @@ SHARED_EXPERTS = DENSE_MLP | layer(
     """
 )
 LOAD_BIAS = layer("blocks.mlp.bias.value  mlp.gate.e_score_correction_bias")
+ERNIE_BIAS = layer("blocks.mlp.bias.value  mlp.moe_statics.e_score_correction_bias  1 routes")
 INTERVAL = (
     Same("norm_topk_prob", "experts.normalize", False),
     Interval(),
@@ -177,4 +188,26 @@ GLM4_MOE = decoder(
     tensors=DENSE | SHARED_EXPERTS | QWEN3_EXPERTS | LOAD_BIAS,
     ignored=words("num_nextn_predict_layers num_mtp_layers"),
     left_out={"model.layers.{num_layers}.": "heads of multi-token prediction"},
+)
+ERNIE4_5_MOE = decoder(
+    model_type="ernie4_5_moe",
+    architecture="Ernie4_5_MoeForCausalLM",
+    rules=(
+        *sizes(tied=True, eps=1e-5, kv_heads=4, hidden="moe_intermediate_size"),
+        SILU,
+        Rotary(theta=500_000.0, max_seq_len=131072),
+        NumExperts(("moe_num_experts", "num_experts"), 64),
+        Same("moe_k", "experts.per_token", 6),
+        Same("moe_num_shared_experts", "experts.num_shared", 2),
+        Span(),
+        Fixed("moe_norm_min", 1e-12),
+        Fixed("moe_gate", "topk", written=False),
+        Fixed("moe_use_aux_free", True, written=False),
+        Fixed("use_bias", False),
+    ),
+    always={"experts.bias_rate": LOAD_BIAS_RATE},
+    tensors=DENSE | INTERLEAVED | SHARED_EXPERTS | QWEN3_EXPERTS | ERNIE_BIAS,
+    splits=PAIRS,
+    ignored=words("moe_capacity num_nextn_predict_layers"),
+    left_out={"model.mtp_": "heads of multi-token prediction"},
 )
