@@ -193,7 +193,7 @@ def test_unsupported_configurations_are_refused(name: str, changes: dict, messag
         ("mistral", {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1}),
         ("qwen2", {"partial_rotary_factor": 1.0, "attn_logit_softcapping": None}),
         ("qwen3_moe", {"mlp_only_layers": None}),
-        ("deepseek_v3", {"model_type": "kimi_k2", "moe_layer_freq": 1, "ep_size": 1}),
+        ("deepseek_v3", {"moe_layer_freq": 1, "ep_size": 1}),
         ("deepseek_v3", {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "seq_aux": True}),
         ("gpt_oss", {"initial_context_length": 4096, "experts_per_token": 2}),
         ("gpt2", {"is_decoder": False, "add_cross_attention": None}),
@@ -289,6 +289,16 @@ def test_published_configurations_have_published_sizes(text: str, parameters: in
     found = configuration.flat(config) | {"positions.scaling": config.positions.scaling}
     assert {name: found[name] for name in fields} == fields
     assert family.difference(config) == []
+
+
+def test_kimi_k2_is_deepseek_v3_under_another_name(copy: Any, tmp_path: Path):
+    folder = copy("deepseek_v3")
+    want = zoo.load(folder)
+    edit(folder, model_type="kimi_k2")
+    model = zoo.load(folder)
+    assert configuration.replaced(model.config, {"origin": ""}) == want.config
+    zoo.save(tmp_path / "again", model, format="hf", like=folder)
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["model_type"] == "kimi_k2"
 
 
 @pytest.mark.parametrize("prefix", ["model.", "transformer.", "bert."])
