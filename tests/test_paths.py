@@ -133,7 +133,7 @@ def int4_product(folder: Path) -> Callable[[], object]:
 
 # What has one file more raises its number here, in a commit that says why.
 CEILINGS = {
-    logit: 12,
+    logit: 13,
     row: 20,
     checkpoint: 4,
     load: 20,
