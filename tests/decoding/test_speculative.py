@@ -81,7 +81,7 @@ def test_tokens_read_at_once_equal_those_read_one_by_one(name: str):
     [
         pytest.param(("transformer", "lstm"), marks=pytest.mark.slow),
         ("lstm", "transformer"),
-        ("mamba2", "gated_deltanet"),
+        pytest.param(("mamba2", "gated_deltanet"), marks=pytest.mark.slow),
         pytest.param(("unwindowed", "unwindowed"), marks=pytest.mark.slow),
     ],
     ids=str,
