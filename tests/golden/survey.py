@@ -1,7 +1,7 @@
 """Which of transformers' types of language models open here, and whether any of them opens wrongly.
 
-`python tests/golden/survey.py make FOLDER`, with PyTorch and transformers, writes a tiny random
-checkpoint of each type that `AutoModelForCausalLM` knows, and its logits; `python
+`python tests/golden/survey.py make FOLDER [TYPE …]`, with PyTorch and transformers, writes a tiny
+random checkpoint of each type that `AutoModelForCausalLM` knows, and its logits; `python
 tests/golden/survey.py open FOLDER`, with the zoo, opens each and prints a table: opened, and how
 far the logits are from those of transformers, or refused, and why. It ends with 1 if one is wrong.
 """
@@ -15,20 +15,26 @@ from typing import Any
 import numpy as np
 
 SIZES = {
-    24: "d_model hidden_size n_embd",
-    32: "d_ff encoder_ffn_dim decoder_ffn_dim ffn_dim ffn_hidden_size intermediate_size n_inner "
-    "word_embed_proj_dim",
-    3: "decoder_layers encoder_layers n_layer n_layers num_hidden_layers num_layers",
-    4: "decoder_attention_heads encoder_attention_heads n_head n_heads num_attention_heads "
+    32: "d_model hidden_size n_embd d_ff encoder_ffn_dim decoder_ffn_dim ffn_dim ffn_hidden_size "
+    "intermediate_size n_inner word_embed_proj_dim",
+    4: "decoder_layers encoder_layers n_layer n_layers num_hidden_layers num_layers rotary_dim "
+    "decoder_attention_heads encoder_attention_heads n_head n_heads num_attention_heads "
     "num_experts num_heads num_local_experts n_routed_experts linear_num_value_heads",
     2: "linear_num_key_heads num_experts_per_tok num_key_value_heads moe_topk",
-    6: "head_dim qk_nope_head_dim v_head_dim",
-    8: "attention_head_size kv_lora_rank linear_key_head_dim linear_value_head_dim q_lora_rank "
-    "qk_rope_head_dim moe_intermediate_size shared_expert_intermediate_size",
+    8: "head_dim qk_nope_head_dim v_head_dim attention_head_size kv_lora_rank linear_key_head_dim "
+    "linear_value_head_dim q_lora_rank qk_rope_head_dim moe_intermediate_size "
+    "shared_expert_intermediate_size",
     64: "max_position_embeddings n_positions original_max_position_embeddings",
     53: "vocab_size",
 }
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# What these sizes ask for beside them.
+OTHERS: dict[str, dict[str, Any]] = {
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+}
 LIMIT = 4_000_000  # parameters
 
 
@@ -39,12 +45,13 @@ def make(folder: Path) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    for kind in sys.argv[3:] or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         (folder / kind).mkdir(parents=True, exist_ok=True)
         try:
             known = CONFIG_MAPPING[kind]
-            sizes = {x: n for n, names in SIZES.items() for x in names.split() if hasattr(known, x)}
-            config = known(**sizes, **dict.fromkeys(IDS))
+            has = lambda x: not isinstance(getattr(known, x, property()), property)  # noqa: B023
+            sizes = {x: n for n, names in SIZES.items() for x in names.split() if has(x)}
+            config = known(**sizes | dict.fromkeys(IDS) | OTHERS.get(kind, {}))
             with torch.device("meta"):
                 count = sum(
                     x.numel() for x in AutoModelForCausalLM.from_config(config).parameters()
@@ -52,21 +59,29 @@ def make(folder: Path) -> None:
             if count > LIMIT:
                 raise ValueError(f"{count:,} parameters with these sizes")
             model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-            arrays = draw(model, torch)
+            draw(model, torch)
             model.save_pretrained(folder / kind)
+            # A delta net makes much of small differences: of PyTorch's own in fp32, too.
+            is_delta = hasattr(config, "linear_num_key_heads")
+            arrays = logits_of(model.double() if is_delta else model, torch)
             np.savez(folder / kind / "golden.npz", **arrays)
         except Exception as error:
             (folder / kind / "reason").write_text(f"{type(error).__name__}: {error}")
         print(kind, flush=True)
 
 
-def draw(model: Any, torch: Any) -> dict[str, np.ndarray]:
-    """Fill a model with random numbers, and give its logits for random tokens."""
+def draw(model: Any, torch: Any) -> None:
+    """Fill a model with random numbers."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for x in model.parameters():
             noise = torch.randn(x.shape, generator=generator)
             x.copy_(x + 0.2 * noise if x.ndim < 2 else noise / math.sqrt(x.shape[-1]))
+
+
+def logits_of(model: Any, torch: Any) -> dict[str, np.ndarray]:
+    """Random tokens, and the model's logits for them."""
+    with torch.no_grad():
         tokens = torch.from_numpy(np.random.default_rng(0).integers(3, 53, (2, 19)))
         logits = model(input_ids=tokens).logits.float().numpy()
     return {"tokens": tokens.numpy().astype(np.int32), "logits": logits}

@@ -28,6 +28,8 @@ WINDOWED |= {"phi3", "smollm3", "olmo3", "exaone4", "ministral", "starcoder2", "
 QUICK = {"cohere2", "deepseek_v3", "gemma3", "gpt2", "mixtral", "olmo2", "qwen2_windows"}
 SLOW = pytest.mark.slow
 GREEDY = [name if name in QUICK else pytest.param(name, marks=SLOW) for name in DECODERS]
+# Kept keys stay as they were once a text grows beyond the length that LongRoPE begins with.
+GREEDY = [x for x in GREEDY if getattr(x, "values", x) != ("phi3",)]
 
 
 def tensors(folder: Path) -> dict[str, np.ndarray]:
