@@ -67,7 +67,7 @@ CEILINGS = {
     "common": 1370,
     "sharding": 1432,
     "nn": 4760,
-    "transformer": 2080,
+    "transformer": 2045,
     "rnn": 897,
     "mlp": 220,
     "bert": 200,

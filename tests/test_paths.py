@@ -136,7 +136,7 @@ CEILINGS = {
     logit: 13,
     row: 20,
     checkpoint: 4,
-    load: 20,
+    load: 21,
     finetune: 31,
     adapters: 31,
     int4_product: 3,

@@ -42,7 +42,7 @@ from zoo.publishing import PublishError, replacing, shelf
 from zoo.rnn.cells import CELLS
 from zoo.runs.checkpoint import Checkpointer
 from zoo.runs.remote.copies import Record, RemoteCopies
-from zoo.transformer.config import RopeScaling
+from zoo.transformer.rotary import RopeScaling
 
 
 def examples(few: int, many: int) -> pytest.MarkDecorator:

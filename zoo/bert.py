@@ -22,6 +22,7 @@ from zoo.sharding import constrain
 from zoo.transformer import config as transformer_config
 from zoo.transformer.blocks import Block
 from zoo.transformer.model import through_blocks
+from zoo.transformer.rotary import PositionsConfig
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Config:
             residual=transformer_config.ResidualConfig(
                 norm="layer", norm_placement="stream", norm_eps=self.norm_eps
             ),
-            positions=transformer_config.PositionsConfig(kind="learned"),
+            positions=PositionsConfig(kind="learned"),
             max_seq_len=self.max_seq_len,
             causal=False,
             bias=True,

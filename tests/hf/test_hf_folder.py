@@ -28,7 +28,7 @@ from zoo import hf, sharding, transformer
 from zoo.common import configuration
 from zoo.data import tokenizer
 from zoo.publishing import PublishError, families, models
-from zoo.transformer.config import RopeScaling
+from zoo.transformer.rotary import RopeScaling
 
 
 @pytest.fixture

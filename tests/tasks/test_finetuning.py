@@ -36,7 +36,7 @@ from zoo.runs.processes import RunError
 from zoo.tasks.generation import Chat
 from zoo.training.compiled import CompiledStep
 from zoo.training.state import TrainState
-from zoo.transformer.config import RopeScaling
+from zoo.transformer.rotary import RopeScaling
 
 __all__ = ["shared"]
 TOKENS = jnp.arange(24, dtype=jnp.int32).reshape(2, 12)

@@ -20,7 +20,7 @@ from helpers import (
 import zoo
 from zoo import lora, losses, sharding
 from zoo.decoding.decoder import decoder_of
-from zoo.transformer.config import num_flops_per_token
+from zoo.transformer.flops import num_flops_per_token
 
 SIZES: dict[str, Any] = {"num_heads": 4, "attention.head_dim": 10, "attention.latent.kv_rank": 16}
 SIZES |= {"attention.latent.q_rank": 8, "attention.latent.rotary_dim": 4}

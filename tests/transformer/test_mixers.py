@@ -29,7 +29,7 @@ from zoo.nn.recurrences.mixers import MIXERS
 from zoo.nn.remat import apart
 from zoo.publishing import PublishError
 from zoo.quantization.loading import quantized_skeleton
-from zoo.transformer.config import num_flops_per_token
+from zoo.transformer.flops import num_flops_per_token
 from zoo.transformer.rotary import rotary_tables
 from zoo.wrappers import lora
 

@@ -19,8 +19,8 @@ from helpers import (
 from jaxtyping import Array, TypeCheckError
 
 from zoo import losses, transformer
-from zoo.transformer import blocks
-from zoo.transformer.config import RopeScaling
+from zoo.transformer import rotary
+from zoo.transformer.rotary import RopeScaling
 
 KEY = jax.random.key(0)
 
@@ -390,7 +390,7 @@ def test_sequences_beyond_learned_positions_are_refused():
 @jax.jit
 def rotate(x: Array, positions: Any) -> Array:
     positions = jnp.broadcast_to(jnp.asarray(positions), x.shape[:2])
-    return blocks.rotate(x, blocks.rotary_tables(positions, x.shape[-1], 100.0))
+    return rotary.rotate(x, rotary.rotary_tables(positions, x.shape[-1], 100.0))
 
 
 def test_rotary_embedding_matches_complex_rotation():

@@ -38,7 +38,7 @@ from zoo.training import losses
 from zoo.training.chunked_loss import chunked
 from zoo.training.description import Training
 from zoo.training.state import Pretrained
-from zoo.transformer.config import num_flops_per_token as transformer_flops
+from zoo.transformer.flops import num_flops_per_token as transformer_flops
 from zoo.transformer.model import Transformer
 
 # --- The loss ------------------------------------------------------------------------------------

@@ -24,7 +24,8 @@ from zoo.hf.rules import Fields, Rule, shortest
 from zoo.publishing import PublishError
 from zoo.publishing.families import check_counts
 from zoo.sharding.axes import keystr, map_parameters
-from zoo.transformer.config import AttentionConfig, PositionsConfig
+from zoo.transformer.config import AttentionConfig
+from zoo.transformer.rotary import PositionsConfig
 
 LOAD_BIAS_RATE = 0.001  # of DeepSeek-V3; config.json has none
 LAYER = "layer"  # the name of the first axis of stacked layers

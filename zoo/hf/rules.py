@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from zoo.common import configuration
 from zoo.publishing import PublishError
-from zoo.transformer.config import RopeScaling
+from zoo.transformer.rotary import RopeScaling
 
 
 def words(text: str) -> frozenset[str]:

@@ -13,8 +13,9 @@ import jax
 from jax.extend import core
 from jaxtyping import PyTree
 
-from zoo.transformer.config import Config, num_flops_per_token
+from zoo.transformer.config import Config
 from zoo.transformer.dispatch import RARELY
+from zoo.transformer.flops import num_flops_per_token
 from zoo.transformer.model import Transformer
 from zoo.wrappers.lora import Adapted, is_adapted
 

@@ -22,8 +22,8 @@ from zoo.nn.remat import scan_layers
 from zoo.nn.stateful import Balance
 from zoo.sharding import constrain
 from zoo.transformer.blocks import Block, residual_norm
-from zoo.transformer.config import Config, LayerKind, RopeScaling
-from zoo.transformer.rotary import Rotary, rotary_tables
+from zoo.transformer.config import Config, LayerKind
+from zoo.transformer.rotary import RopeScaling, Rotary, rotary_tables
 
 
 class Transformer(CastsAtUse):
