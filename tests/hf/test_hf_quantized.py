@@ -383,7 +383,7 @@ def nothing_quantised(tensors: dict[str, np.ndarray]) -> None:
 
 STATE = ".weight.quant_state.bitsandbytes__nf4"
 REFUSED: dict[str, tuple[str, Any, dict[str, Any], str]] = {
-    "another method": ("gptq", None, {"quant_method": "fp8"}, r"'fp8' are not read, only.*gptq"),
+    "another method": ("gptq", None, {"quant_method": "hqq"}, r"'hqq' are not read, only.*gptq"),
     "a setting": ("gptq", None, {"rotation": "x"}, r"unknown fields.*rotation='x'"),
     "3 bits": ("gptq", None, {"bits": 3}, r"bits=3 is not supported"),
     "marlin": ("gptq", None, {"checkpoint_format": "marlin"}, r"layout 'marlin' of GPTQ"),

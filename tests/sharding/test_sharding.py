@@ -359,6 +359,7 @@ UNNAMED = {
     ("rnn", ("batch", None, "hidden")): "the terms of a cell",
     ("rnn", ("batch", "inner_seq", None, "hidden")): "the gates of a cell",
     ("decoding", ("batch", "kv_heads", None, "head_dim")): "the slots of a cache",
+    ("decoding", ("batch", None, None, "head_dim")): "the slots of one that all heads share",
     ("wrappers", ("batch", None)): "the classes",
 }
 

@@ -141,8 +141,9 @@ def _with_rows(ring: Array, batch: int) -> Float[Array, "batch kv_heads slots he
 
 def _place(x_BKSH: Array) -> Float[Array, "*rings slots head_dim"]:
     if is_sharding():
-        heads = "kv_heads" if x_BKSH.shape[1] > 1 else None
-        return constrain(x_BKSH, "batch", heads, None, "head_dim")
+        if x_BKSH.shape[1] == 1:  # of latent attention, for all heads
+            return constrain(x_BKSH, "batch", None, None, "head_dim")
+        return constrain(x_BKSH, "batch", "kv_heads", None, "head_dim")
     rings = [size for size in x_BKSH.shape[:2] if size > 1]
     return x_BKSH.reshape(*rings, *x_BKSH.shape[2:])
 

@@ -10,6 +10,8 @@ from zoo.data.prepared.format import Manifest as Manifest
 from zoo.data.prepared.format import PartRecord as PartRecord
 from zoo.data.prepared.format import Shard as Shard
 from zoo.data.prepared.format import ShardRecord as ShardRecord
+from zoo.data.sources import RowDataset as RowDataset
+from zoo.data.sources import Transform as Transform
 from zoo.data.token_datasets import Ends as Ends
 from zoo.data.tokenizer import Ids as Ids
 from zoo.data.tokenizer import Spans as Spans
