@@ -1,9 +1,10 @@
 """Which of transformers' types of language models open here, and whether any of them opens wrongly.
 
 `python tests/golden/survey.py make FOLDER [TYPE …]`, with PyTorch and transformers, writes a tiny
-random checkpoint of each type that `AutoModelForCausalLM` knows, and its logits; `python
-tests/golden/survey.py open FOLDER`, with the zoo, opens each and prints a table: opened, and how
-far the logits are from those of transformers, or refused, and why. It ends with 1 if one is wrong.
+random checkpoint of each type that `AutoModelForCausalLM` knows, its logits, and a text that it
+continues greedily; `python tests/golden/survey.py open FOLDER`, with the zoo, opens each and prints
+a table: opened, how far the logits are from those of transformers, and how long the texts are the
+same, or refused, and why. It ends with 1 if one is wrong.
 """
 
 import json
@@ -30,12 +31,19 @@ SIZES = {
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # What these sizes ask for beside them.
 OTHERS: dict[str, dict[str, Any]] = {
-    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8},
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "attn_layer_indices": [1]},
+    "deepseek_v2": {"num_key_value_heads": 4, "n_group": 2, "topk_group": 1},
+    "deepseek_v3": {"num_key_value_heads": 4, "n_group": 2, "topk_group": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
-    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8},
+    "granitemoehybrid": {
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "layer_types": ["mamba", "attention"] * 2,
+    },
     "mamba2": {"num_heads": 8, "head_dim": 8},
 }
 LIMIT = 4_000_000  # parameters
+PROMPT, NEW_TOKENS = 9, 55  # up to the models' longest text
 
 
 def make(folder: Path) -> None:
@@ -63,7 +71,8 @@ def make(folder: Path) -> None:
             model.save_pretrained(folder / kind)
             # A delta net makes much of small differences: of PyTorch's own in fp32, too.
             is_delta = hasattr(config, "linear_num_key_heads")
-            arrays = logits_of(model.double() if is_delta else model, torch)
+            model = model.double() if is_delta else model
+            arrays = logits_of(model, torch) | continuation_of(model, torch)
             np.savez(folder / kind / "golden.npz", **arrays)
         except Exception as error:
             (folder / kind / "reason").write_text(f"{type(error).__name__}: {error}")
@@ -87,6 +96,33 @@ def logits_of(model: Any, torch: Any) -> dict[str, np.ndarray]:
     return {"tokens": tokens.numpy().astype(np.int32), "logits": logits}
 
 
+def continuation_of(model: Any, torch: Any) -> dict[str, np.ndarray]:
+    """A prompt, and the tokens by which the model continues it greedily; none if it can't."""
+    prompt = torch.from_numpy(np.random.default_rng(1).integers(3, 53, (1, PROMPT)))
+    try:
+        found = model.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False)
+    except Exception as error:
+        print(f"no continuation: {type(error).__name__}: {error}"[:200])
+        return {}
+    return {"continued": found.numpy().astype(np.int32)}
+
+
+def continued(model: Any, wanted: np.ndarray) -> tuple[int, float]:
+    """How many new tokens are the same, and by what logits the first that differs does."""
+    import jax.numpy as jnp
+
+    import zoo
+
+    prompt, count = wanted[:, :PROMPT], wanted.shape[1] - PROMPT
+    found = zoo.generate(model, prompt, max_new_tokens=count, temperature=0.0, stop_tokens=())
+    found = np.asarray(found)
+    if np.array_equal(found, wanted):
+        return count, 0.0
+    place = int(np.argmax(found[0] != wanted[0]))
+    logits = np.asarray(model(jnp.asarray(wanted[:, :place])))[0, -1]
+    return place - PROMPT, float(logits.max() - logits[wanted[0, place]])
+
+
 def check(folder: Path) -> str:
     """What becomes of one checkpoint: "opened …", "refused …", "WRONG …" or "not made …"."""
     import jax.numpy as jnp
@@ -106,7 +142,12 @@ def check(folder: Path) -> str:
         return "refused: " + " ".join(text.split())[:160]
     got = np.asarray(model(jnp.asarray(golden["tokens"])))
     far = float(np.abs(got - golden["logits"]).max() / max(1.0, np.abs(golden["logits"]).max()))
-    return f"opened, {far:.1e}" if far < 1e-4 else f"WRONG, {far:.1e}"
+    text = ""
+    if far < 1e-4 and "continued" in golden:
+        same, gap = continued(model, golden["continued"])
+        text = f", {same} tokens alike" + (f", then a gap of {gap:.1e}" if gap else "")
+        far = far if gap < 1e-3 else gap
+    return f"{'opened' if far < 1e-4 else 'WRONG'}, {far:.1e}{text}"
 
 
 def main() -> None:
