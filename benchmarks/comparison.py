@@ -8,6 +8,7 @@ learning rates. Each training's numbers are appended to a file, from which a com
 off continues; speeds are measured each time.
 """
 
+import bisect
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -22,8 +23,9 @@ import tyro
 from jaxtyping import PyTree
 
 import zoo
-from benchmarks.harness import RESULTS, Table, Timing, in_turn, main
+from benchmarks.harness import Table, Timing, in_turn, main
 from benchmarks.mup import Log, mean_loss, read_data
+from benchmarks.peers.given import ROOT
 from recipes import lm
 from zoo import losses, optimizers, rnn, text, transformer
 from zoo.nn.precision import native_precision
@@ -59,6 +61,8 @@ class Config:
     data: text.Config = lm.Config.data
     log: Path = Path("runs/comparison.jsonl")
     """File of the numbers of each training, which are not measured again."""
+    picture: Path = ROOT / "docs" / "assets" / "comparison.png"
+    """Picture of the table."""
 
 
 def comparison(
@@ -81,7 +85,7 @@ def comparison(
         "steps with its neighbours on both sides. Bits per byte are of all held-out text; decoding "
         "is of one row."
     )
-    draw(table, seq, config.longer, RESULTS / "comparison.png")
+    draw(table, seq, config.longer, config.picture)
     return [table]
 
 
@@ -108,7 +112,9 @@ def maker(name: str, vocab_size: int) -> Maker:
     base = dataclasses.replace(BASE, vocab_size=vocab_size)
     wanted = num_parameters(lambda key: transformer.Transformer(base, key=key))
     widths = range(WIDTH_MULTIPLE, 8 * BASE.d_model, WIDTH_MULTIPLE)
-    return of_width(min(widths, key=lambda w: abs(num_parameters(of_width(w)) - wanted)))
+    size = lambda width: num_parameters(of_width(width))  # noqa: E731
+    place = bisect.bisect_left(widths, wanted, key=size)
+    return of_width(min(widths[place - 1 : place + 1], key=lambda w: abs(size(w) - wanted)))
 
 
 def num_parameters(make_model: Maker) -> int:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from benchmarks import harness, mup, run
+from benchmarks import comparison, harness, mup, run
 from benchmarks.harness import TOLERANCE, Peer, disagreements
 from benchmarks.peers import given
 from benchmarks.peers.given import Precision
@@ -177,3 +177,14 @@ def test_rates_are_searched_around_the_best_and_measured_once(tmp_path, monkeypa
     assert len(measured) == before + 1
     table = mup.rate_table(config, curves)
     assert [row["standard: steps of √2"] for row in table.rows] == [0, -2, -4, -6]
+
+
+def test_compared_models_have_one_size_and_are_drawn(tmp_path):
+    names = [*comparison.PATTERNS, *comparison.CELLS]
+    sizes = [comparison.num_parameters(comparison.maker(name, 512)) for name in names]
+    assert len(names) == 7
+    assert max(sizes) < 1.03 * min(sizes)
+    row = {"bits_per_byte": 1.5, "in longer rows": 1.4, "tokens per second": 100.0}
+    table = harness.Table("models", [{"peer": name, **row} for name in names])
+    comparison.draw(table, 256, 4, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")

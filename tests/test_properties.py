@@ -216,7 +216,7 @@ def worlds(draw: st.DrawFn, family: str) -> World:
     unit = math.lcm(*sizes)
     axes = st.sampled_from([None, *AXES])
     # These have sizes that no mesh need divide.
-    fixed = ("gates", "features", "classes", "rank", "member")
+    fixed = ("gates", "features", "classes", "rank", "member", "taps")
     if family != "transformer":  # most cells take one step after another, and an MLP none
         fixed += ("inner_seq",)
     rules = {name: draw(axes) for name in sharding.RULES if name not in fixed}

@@ -69,8 +69,9 @@ def make(folder: Path) -> None:
             model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
             draw(model, torch)
             model.save_pretrained(folder / kind)
-            # A delta net makes much of small differences: of PyTorch's own in fp32, too.
-            is_delta = hasattr(config, "linear_num_key_heads")
+            # A delta net makes much of small differences: of PyTorch's own in fp32, too. (Its
+            # experts have no fp64.)
+            is_delta = hasattr(config, "linear_num_key_heads") and not has("num_experts")
             model = model.double() if is_delta else model
             arrays = logits_of(model, torch) | continuation_of(model, torch)
             np.savez(folder / kind / "golden.npz", **arrays)
