@@ -147,7 +147,8 @@ def _best(
         missing = [k for k in (best + 1, best - 1) if k not in losses_by_rate]
         exponent = missing[0] if missing else exponent
     result = trained(best, config.steps, True)
-    return {"learning rate": f"{RULE.learning_rate * 2.0**best:g}", **result}
+    rounded = {name: f"{bits:.3f}" for name, bits in result.items()}
+    return {"learning rate": f"{RULE.learning_rate * 2.0**best:g}", **rounded}
 
 
 def _train(
@@ -235,9 +236,9 @@ def draw(table: Table, seq: int, longer: int, path: Path) -> None:
     names, places = [row["peer"] for row in rows], range(len(rows))
     figure = Figure(figsize=(10, 0.55 * len(rows) + 1.2), layout="constrained")
     quality, speed = figure.subplots(1, 2, sharey=True)
-    quality.scatter([r["bits_per_byte"] for r in rows], places, label=f"rows of {seq} tokens")
+    quality.scatter([float(r["bits_per_byte"]) for r in rows], places, label=f"rows of {seq} tokens")
     quality.scatter(
-        [r["in longer rows"] for r in rows],
+        [float(r["in longer rows"]) for r in rows],
         places,
         marker="D",
         label=f"rows of {longer * seq}, longer than in training",
