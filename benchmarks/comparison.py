@@ -236,7 +236,9 @@ def draw(table: Table, seq: int, longer: int, path: Path) -> None:
     names, places = [row["peer"] for row in rows], range(len(rows))
     figure = Figure(figsize=(10, 0.55 * len(rows) + 1.2), layout="constrained")
     quality, speed = figure.subplots(1, 2, sharey=True)
-    quality.scatter([float(r["bits_per_byte"]) for r in rows], places, label=f"rows of {seq} tokens")
+    quality.scatter(
+        [float(r["bits_per_byte"]) for r in rows], places, label=f"rows of {seq} tokens"
+    )
     quality.scatter(
         [float(r["in longer rows"]) for r in rows],
         places,
