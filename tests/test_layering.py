@@ -77,7 +77,7 @@ CEILINGS = {
     "training": 2730,
     "decoding": 1372,
     "publishing": 1807,
-    "hf": 5700,
+    "hf": 5336,
     "runs": 4724,
     "tasks": 1607,
     "alignment": 825,

@@ -13,7 +13,8 @@ import numpy as np
 from zoo import transformer
 from zoo.hf.experts import DEEPSEEK_ROUTER, GROUPS, LOAD_BIAS, SHARED_EXPERTS, deepseek_experts
 from zoo.hf.llamas import DENSE, QWEN3_EXPERTS, SILU, decoder, layer, sizes
-from zoo.hf.rules import Fields, Fixed, Rotary, Rule, Same, words
+from zoo.hf.rotary import Rotary
+from zoo.hf.rules import Fields, Fixed, Rule, Same, words
 
 
 @dataclass(frozen=True)

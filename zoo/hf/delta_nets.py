@@ -10,7 +10,8 @@ import numpy as np
 from zoo import transformer
 from zoo.hf.family import consecutive
 from zoo.hf.llamas import DENSE, QWEN3_EXPERTS, SILU, Mixers, NumExperts, decoder, layer, sizes
-from zoo.hf.rules import Fields, Fixed, Rotary, Rule, Same
+from zoo.hf.rotary import Rotary
+from zoo.hf.rules import Fields, Fixed, Rule, Same
 
 
 @dataclass(frozen=True)

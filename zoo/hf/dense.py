@@ -8,13 +8,13 @@ from typing import Any
 from zoo.hf.gpts import GELUS
 from zoo.hf.llamas import DENSE, GATE_UP, POST_NORMS, SILU, decoder, layer, side_by_side, sizes
 from zoo.hf.mambas import FACTORS
+from zoo.hf.rotary import Rotary
 from zoo.hf.rules import (
     Choice,
     Each,
     Fields,
     Fixed,
     LayerTypes,
-    Rotary,
     RotaryInWindows,
     Rule,
     Same,

@@ -19,7 +19,8 @@ from zoo.hf.llamas import (
     sizes,
 )
 from zoo.hf.mambas import GRANITE_EXPERTS, Inverse
-from zoo.hf.rules import Choice, Fields, Fixed, OptionalLayerTypes, Rotary, Rule, Same, words
+from zoo.hf.rotary import Rotary
+from zoo.hf.rules import Choice, Fields, Fixed, OptionalLayerTypes, Rule, Same, words
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from zoo.hf.llamas import DENSE, NumExperts, decoder, layer, sizes
-from zoo.hf.rules import Choice, Fields, Fixed, LayerTypes, Rotary, Same, words
+from zoo.hf.rotary import Rotary
+from zoo.hf.rules import Choice, Fields, Fixed, LayerTypes, Same, words
 
 
 @dataclass(frozen=True)

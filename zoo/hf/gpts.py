@@ -11,7 +11,8 @@ import numpy as np
 from zoo import transformer
 from zoo.hf.family import table
 from zoo.hf.llamas import PAIRS, decoder, side_by_side
-from zoo.hf.rules import Choice, Each, Fields, Fixed, Rotary, Rule, Same, shortest, words
+from zoo.hf.rotary import Rotary
+from zoo.hf.rules import Choice, Each, Fields, Fixed, Rule, Same, shortest, words
 
 GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf"}
 NORMS = {"residual.norm": "layer", "residual.norm_bias": True}

@@ -2,7 +2,8 @@
 
 from zoo.hf.dense import BIASES
 from zoo.hf.llamas import DENSE, GATE_UP, INTERLEAVED, PAIRS, SILU, decoder, layer, sizes
-from zoo.hf.rules import Fixed, Rotary, RotaryInWindows, Same
+from zoo.hf.rotary import Rotary
+from zoo.hf.rules import Fixed, RotaryInWindows, Same
 
 HELIUM = decoder(
     model_type="helium",

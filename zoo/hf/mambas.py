@@ -11,7 +11,8 @@ import numpy as np
 from zoo import transformer
 from zoo.hf.family import consecutive, table
 from zoo.hf.llamas import DENSE, SILU, Mixers, decoder, layer, sizes
-from zoo.hf.rules import Fields, Fixed, Rotary, Rule, Same, shortest, words
+from zoo.hf.rotary import Rotary
+from zoo.hf.rules import Fields, Fixed, Rule, Same, shortest, words
 
 _NO_LIMITS = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
 

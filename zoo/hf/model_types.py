@@ -50,13 +50,13 @@ from zoo.hf.llamas import (
     sizes,
 )
 from zoo.hf.mambas import BAMBA, GRANITE, MAMBA2
+from zoo.hf.rotary import Rotary
 from zoo.hf.rules import (
     Choice,
     Fixed,
     LayerTypes,
     OptionalLayerTypes,
     QueryScale,
-    Rotary,
     Rule,
     Same,
     words,

@@ -191,7 +191,7 @@ _scan.defvjp(_scan_forward, _scan_backward, by_need=True)
 
 # To write a step's part of an array of bf16, XLA for CPU converts all of it to fp32, and back.
 def _bits(x: Array) -> Array:
-    """What a scan stacks: as integers if it is bf16 or fp16 on a CPU, where no gradient follows."""
+    """An array for a scan to stack: bf16 and fp16 as uint16 on a CPU, where no gradient follows."""
     is_low = low_on_cpu(x) and not in_forward_mode()
     return lax.bitcast_convert_type(x, jnp.uint16) if is_low else x
 
