@@ -82,7 +82,7 @@ def test_kills_lose_nothing(store, shared, straight, tmp_path):
 
     address, choose, killed = f"{store.address}/again", random.Random(store.scheme), 0
     for index in range(4):
-        process, last = None, choose.randrange(5, requests // 2)
+        process, last = None, choose.randrange(5, requests // 3)
 
         def kill(number, method, path, last=last):
             if number < last:
