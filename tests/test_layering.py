@@ -78,7 +78,7 @@ CEILINGS = {
     "decoding": 1372,
     "publishing": 1807,
     "hf": 5336,
-    "runs": 4724,
+    "runs": 4993,
     "tasks": 1607,
     "alignment": 825,
     "planning": 3032,

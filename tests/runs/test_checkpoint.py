@@ -3,6 +3,7 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import socket
@@ -18,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import xla
 from helpers import bytes_read
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint._src.serialization import tensorstore_utils
@@ -501,7 +503,7 @@ def test_one_flipped_bit_is_found(two_large_steps, tmp_path, caplog):
 
 def test_a_restore_reads_each_byte_once(two_large_steps, monkeypatch):
     """On a mesh whose devices hold parts of several chunks each, however slow the process is."""
-    indices = stored_arrays._indices
+    indices = stored_arrays._local_indices
 
     class Slowly(dict):
         def items(self):
@@ -509,7 +511,7 @@ def test_a_restore_reads_each_byte_once(two_large_steps, monkeypatch):
                 time.sleep(0.02)  # a chunk is there before its next part is asked for
                 yield item
 
-    monkeypatch.setattr(stored_arrays, "_indices", lambda target: Slowly(indices(target)))
+    monkeypatch.setattr(stored_arrays, "_local_indices", lambda target: Slowly(indices(target)))
     sizes = {path: path.stat().st_size for path in (two_large_steps / "2").rglob("d/*")}
     hashed = sum(size for size in sizes.values() if size <= 2**20)  # read for that before
     like = skeleton(make_state(0, size=2**17), make_mesh("tensor=4"))
@@ -627,21 +629,92 @@ checkpointer.close()
 """
 
 
-@pytest.mark.slow
-def test_a_flipped_bit_of_one_process_is_heeded_by_all(tmp_path):
+def outputs_of_two(program: str, folder: Path, devices: int = 1) -> list[str]:
+    """What two processes print that run a program, each with its number, a port and a folder."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    environment = {**os.environ, "XLA_FLAGS": ""}
-    command = [sys.executable, "-c", TWO_PROCESSES]
+    environment = {**os.environ, "XLA_FLAGS": xla.flags(devices)}
+    command = [sys.executable, "-c", program]
     processes = [
         subprocess.Popen(
-            [*command, str(number), port, str(tmp_path)],
+            [*command, str(number), port, str(folder)],
             env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for number in (0, 1)
     ]  # fmt: skip
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
-    for output in outputs:
+    return [process.communicate(timeout=120)[0] for process in processes]
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_of_one_process_is_heeded_by_all(tmp_path):
+    for output in outputs_of_two(TWO_PROCESSES, tmp_path):
         assert "restored 1 True" in output, output
     assert (tmp_path / "2.damaged").is_dir()
+
+
+COPIES = """
+import sys
+from pathlib import Path
+import jax, ml_dtypes, numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec as P
+process, port, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, process)
+from zoo.runs import stored_arrays
+from zoo.runs.checkpoint import Checkpointer, CheckpointError
+mesh = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+bits = np.random.default_rng(0).integers(0, 2**32, (512, 1024), np.uint32)  # NaN and -0, too
+bits[0, :2] = 0x80000000, 0
+states = {
+    "words": (bits.view(np.float32), P("fsdp")),
+    "halves": (bits.view(ml_dtypes.bfloat16), P(None, "fsdp")),
+    "bytes": (bits.view(np.int8), P()),
+    "apart": (bits, P("data")),
+    "small": (bits[0], P()),
+}
+def make(part):
+    return {
+        name: jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda i: part(x[i]))
+        for name, (x, spec) in states.items()
+    }
+checkpointer, read = Checkpointer(folder), {}
+checkpointer.save(1, make(lambda x: x), {})
+checkpointer.wait()
+plain = stored_arrays._read
+def remember(*arguments):
+    found = plain(*arguments)
+    read.update((name, len(parts)) for name, parts in found.items())
+    return found
+stored_arrays._read = remember
+found, *_ = checkpointer.restore(make(np.zeros_like))
+for name, (x, spec) in states.items():
+    assert found[name].sharding == NamedSharding(mesh, spec)
+    for shard in found[name].addressable_shards:
+        assert np.asarray(shard.data).tobytes() == x[shard.index].tobytes(), name
+print("read", sorted(read.items()), flush=True)
+if process == 0:  # what it alone reads
+    files = [p for p in (folder / "1/arrays").rglob("*") if p.is_file()]
+    for path in files:
+        content = bytearray(path.read_bytes())
+        if (at := content.find(bits.view(np.int8)[100].tobytes()[:64])) >= 0:
+            content[at + 8] ^= 4
+            path.write_bytes(content)
+multihost_utils.sync_global_devices("damaged")
+try:
+    checkpointer.restore(make(np.zeros_like))
+except CheckpointError as error:
+    print(error, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_copies_in_other_processes_are_read_once_and_handed_on(tmp_path):
+    first, second = outputs_of_two(COPIES, tmp_path, devices=2)
+    read = [("apart", 1), ("bytes", 1), ("halves", 2), ("small", 1), ("words", 2)]
+    assert f"read {read}" in first, first
+    handed_on = [(name, n * (name in ("apart", "small"))) for name, n in read]
+    assert f"read {handed_on}" in second, second
+    assert re.search(r"\n  step 1: \w+ cannot be read from", first), first
+    assert "step 1: another process cannot read its part" in second, second

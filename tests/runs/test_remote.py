@@ -10,18 +10,20 @@ from datetime import timedelta
 from pathlib import Path
 
 import fsspec
+import jax
 import jax.numpy as jnp
 import pytest
 from helpers import bytes_read
 
 from zoo.common import checksums, files
+from zoo.common.files import AddressError
 from zoo.common.store import Store
 from zoo.runs import checkpoint
 from zoo.runs.checkpoint import CheckpointError, local_steps
 from zoo.runs.config import Config, as_json
 from zoo.runs.metrics import MetricsLog, read_metrics
 from zoo.runs.processes import RunError
-from zoo.runs.remote import folder, lease
+from zoo.runs.remote import folder, lease, shares
 from zoo.runs.remote.copies import Record, RemoteCopies
 from zoo.runs.remote.folder import RemoteFolder
 from zoo.runs.remote.lease import Lease, LeaseError
@@ -65,6 +67,106 @@ def make_lease(clock, store=None, **options):
     made = Lease(store or Store(ADDRESS), sleep=clock.sleep, **options)
     made._released.set()  # no thread renews it: the tests do
     return made
+
+
+# --- Shares -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two(tmp_path, monkeypatch, clock, bucket):
+    """Process 0's shares and the other process' in its thread; who copied what to the store."""
+    copied: dict[str, str] = {}
+    plain = shares.copy
+
+    def copy(work, folder, store, names, prefix):
+        copied.update(dict.fromkeys(names, threading.current_thread().name))
+        return plain(work, folder, store, names, prefix)
+
+    monkeypatch.setattr(shares, "copy", copy)
+    monkeypatch.setattr(shares, "_SECONDS", 0.01)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    lease, store = make_lease(clock), Store(ADDRESS)
+    lease.acquire()
+    shares.begin(tmp_path)
+    first = shares.Shares(tmp_path, store, [lease.owner])
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "process_index", lambda: 1)
+        other = shares.Sharer(tmp_path, store)
+    return first, other, copied, lease
+
+
+ONE, TWO = "arrays/ocdbt.process_0/d/a", "arrays/ocdbt.process_1/d/b"
+
+
+def write_shares(folder):
+    for name, text in ((ONE, "one"), (TWO, "two"), ("meta.json", "{}")):
+        files.make_folder((folder / name).parent, "folder")
+        (folder / name).write_text(text)
+    return {name: {} for name in (ONE, TWO, "meta.json")}
+
+
+def test_each_process_copies_what_it_wrote(tmp_path, two, bucket):
+    first, other, copied, _ = two
+    names = write_shares(tmp_path / "step")
+    with other:
+        entries = first.copy("put", "step", names, "1/")
+        assert {name: entry["bytes"] for name, entry in entries.items()} == {
+            ONE: 3,
+            TWO: 3,
+            "meta.json": 2,
+        }
+        assert copied == {ONE: "MainThread", TWO: "shares", "meta.json": "MainThread"}
+        assert bucket()[f"1/{TWO}"] == b"two"
+        copied.clear()
+        damaged = {**entries, TWO: {**entries[TWO], "sha256": "0" * 64}}
+        assert first.copy("get", "new", entries, "1/") == {}
+        assert (tmp_path / "new" / TWO).read_text() == "two"
+        assert copied[TWO] == "shares"
+        assert list(first.copy("get", "newer", damaged, "1/")) == [TWO]
+        (tmp_path / "step" / TWO).unlink()  # a newer step is there
+        assert first.copy("put", "step", names, "2/").keys() == {ONE, "meta.json"}
+
+
+def test_the_share_of_a_process_that_has_ended_is_copied_too(tmp_path, two, bucket):
+    first, other, copied, _ = two
+    names = write_shares(tmp_path / "step")
+    with other:
+        pass
+    assert first.copy("put", "step", names, "1/", pytest.fail).keys() == names.keys()
+    assert copied == dict.fromkeys(names, "MainThread")
+    assert bucket()[f"1/{TWO}"] == b"two"
+
+
+def test_the_share_of_a_process_that_does_not_answer_is_copied_too(
+    tmp_path, two, bucket, monkeypatch
+):
+    monkeypatch.setattr(shares, "_PATIENCE", 0.05)
+    first, _, copied, _ = two
+    names = write_shares(tmp_path / "step")
+    assert first.copy("put", "step", names, "1/").keys() == names.keys()
+    assert copied == dict.fromkeys(names, "MainThread")
+
+
+def test_what_hinders_another_process_is_said(tmp_path, two, clock):
+    first, other, copied, lease = two
+    names = write_shares(tmp_path / "step")
+
+    def stop():
+        raise LeaseError("lost")
+
+    with other:
+        assert first.copy("put", "step", names, "1/").keys() == names.keys()
+        lease.release()
+        make_lease(clock).acquire(dead=[lease.owner])  # another run's
+        copied.clear()
+        with pytest.raises(OSError, match=f"process 1: .*taken over the run in {ADDRESS}"):
+            first.copy("put", "step", {TWO: {}}, "1/")
+        assert TWO not in copied
+        with pytest.raises(AddressError, match=r"\.\./b"):
+            first.copy("get", "step", {"arrays/ocdbt.process_1/../../../../b": {}}, "1/")
+    (tmp_path / shares.FOLDER / "1.json").unlink()
+    with pytest.raises(LeaseError, match="lost"):  # nobody answers, and the lease is lost
+        first.copy("put", "step", {TWO: {}}, "1/", stop)
 
 
 # --- Objects ------------------------------------------------------------------------------------

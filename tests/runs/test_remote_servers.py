@@ -23,6 +23,7 @@ from test_multiprocess import start_processes
 import zoo
 from zoo.common.store import Store as Objects
 from zoo.runs.remote.lease import Lease, LeaseError
+from zoo.runs.remote.shares import FOLDER, share_of
 
 __all__ = ["gs", "gs_port", "s3", "s3_port", "shared"]
 pytestmark = pytest.mark.slow
@@ -236,10 +237,13 @@ def test_a_starter_waits_by_the_clock_of_the_store(store):
 @pytest.mark.parametrize("store", ["s3"], indirect=True)
 def test_several_processes_share_the_working_folder(store, shared, tmp_path):
     recipe, address = Recipe("lm", shared), f"{store.address}/run"
-    flags = ("--mesh=data=2,fsdp=2", f"--work-dir={tmp_path / 'work'}")
+    flags = ("--mesh=fsdp=4", f"--work-dir={tmp_path / 'work'}")
     first, second = (finish(p) for p in start_processes(recipe, address, *flags, "--steps=6"))
     assert f"the model is in {address}/model" in first
     assert "Traceback" not in second
+    order = json.loads((tmp_path / "work" / FOLDER / "order.json").read_text())
+    assert order["work"] == "put"
+    assert {share_of(name) for name in order["shares"]["1"]} == {1}
     shutil.rmtree(tmp_path / "work")
     first, second = (finish(p) for p in start_processes(recipe, address, *flags, "--steps=12"))
     assert f"resumed {address} at step 6" in first

@@ -97,13 +97,13 @@ def of(
         name: path for name, path in found.items() if path.is_file() and name not in (NAME, *skip)
     }
 
-    def entry(name: str, path: Path) -> dict[str, int | str]:
+    def entry_of(name: str, path: Path) -> dict[str, int | str]:
         size = path.stat().st_size
         if name in digests:
             return _plain(digests[name].entry())
-        return {"bytes": size} if trusted(name, size) else _entry(path, None)
+        return {"bytes": size} if trusted(name, size) else entry(path)
 
-    return {name: entry(name, path) for name, path in chosen.items()}
+    return {name: entry_of(name, path) for name, path in chosen.items()}
 
 
 def digest(folder: Path, names: Collection[str]) -> str:
@@ -112,7 +112,14 @@ def digest(folder: Path, names: Collection[str]) -> str:
         known = _read(folder)
     except ValueError:
         known = {}
-    return _digest({name: _entry(folder / name, known.get(name)) for name in names})
+    return _digest(
+        {name: _plain(known[name]) if name in known else entry(folder / name) for name in names}
+    )
+
+
+def entry(path: Path) -> dict[str, int | str]:
+    """The size and the SHA-256 of a file."""
+    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 
 def joined(*sums: str) -> str:
@@ -145,10 +152,6 @@ def _blocks(array: Any) -> Iterator[Any]:
         size = max(2**16 // row_bytes, 1)
         starts = np.linspace(0, rows - size, SAMPLES).astype(int)
     return (array[start : start + size] for start in starts)
-
-
-def _entry(path: Path, known: dict | None) -> dict[str, int | str]:
-    return _plain(known) if known else {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 
 def _plain(entry: dict[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from jaxtyping import PyTree
 from zoo.common import checksums, files
 from zoo.publishing.tensors import differences
 from zoo.runs import stored_arrays
+from zoo.runs.processes import anywhere
 
 _log = logging.getLogger(__name__)
 _NOTHING = -1  # process 0 sends it instead of a step
@@ -135,7 +136,7 @@ class Checkpointer:
             record = json.loads((folder / "meta.json").read_text())
             _check_same(folder, record["arrays"], _describe(_arrays(like)))
             state, problem = _read_or_problem(folder, like)
-            if not _anywhere(bool(problem)):
+            if not anywhere(bool(problem)):
                 break
             failures[step] = f"step {step}: {problem or 'another process cannot read its arrays'}"
         else:
@@ -167,7 +168,7 @@ class Checkpointer:
         folder, wanted = self.folder / str(self._newest), _describe(_arrays(like))
         _check_same(folder, {name: self.extras[name] for name in names}, wanted)
         state, problem = _read_or_problem(folder, like) if wanted else (like, "")
-        if _anywhere(bool(problem)):
+        if anywhere(bool(problem)):
             assert self._newest is not None
             reason = f"step {self._newest}: {problem or 'another process cannot read its arrays'}"
             self._damaged = {self._newest: reason}
@@ -245,14 +246,9 @@ class Checkpointer:
                     break
                 failures[step] = f"step {step}: {'; '.join(problems)}"
         found = int(multihost_utils.broadcast_one_to_all(np.int32(found)))
-        if found == _NOTHING and _anywhere(bool(failures)) and not failures:
+        if found == _NOTHING and anywhere(bool(failures)) and not failures:
             failures[_NOTHING] = "process 0 says which and why"
         return found
-
-
-def _anywhere(value: bool) -> bool:
-    """Whether it is so in any process; all call it."""
-    return bool(multihost_utils.process_allgather(np.int32(value)).any())
 
 
 def _read_or_problem(folder: Path, like: PyTree) -> tuple[PyTree, str]:
@@ -270,7 +266,7 @@ def _read_or_problem(folder: Path, like: PyTree) -> tuple[PyTree, str]:
         problem = str(error)
     except OSError as error:
         refused = error
-    if _anywhere(refused is not None):
+    if anywhere(refused is not None):
         other = CheckpointError(f"{folder} cannot be read by another process, which says why")
         raise refused or other
     return state, problem

@@ -6,6 +6,7 @@ A run folder holds `config.json`, `metrics.jsonl`, `curves.png`, `checkpoints/` 
 
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import logging
@@ -24,6 +25,7 @@ from jaxtyping import PyTree
 
 from zoo import sharding
 from zoo.common import addresses, checksums, files, plugins, startup
+from zoo.common.store import Store
 from zoo.data.datasets import Dataset, check_batch_size, check_row_lengths
 from zoo.nn.precision import Precision, check_precision, native_precision
 from zoo.runs import processes
@@ -32,6 +34,7 @@ from zoo.runs.config import Config as Config  # users' programs take it from her
 from zoo.runs.config import ConfigT, as_json, differences, read_config
 from zoo.runs.processes import RunError, Signals
 from zoo.runs.remote import folder
+from zoo.runs.remote.shares import Sharer
 from zoo.training import flags
 
 TRACKED = "trackers.json"  # of the run folder: the id that the run has at each tracker
@@ -120,13 +123,20 @@ class Run(Generic[ConfigT]):
 
     def _open_remote(self, stack: contextlib.ExitStack) -> None:
         """Bring the working folder to the state of the address, before anything is read there."""
-        config, owner = self.config, ""
+        meet = functools.partial(folder.check_shared, self.folder)
         if self.is_main:
             self._remote = folder.RemoteFolder(
-                self.address, self.folder, keep=config.keep_checkpoints, say=self.say
+                self.address,
+                self.folder,
+                keep=self.config.keep_checkpoints,
+                say=self.say,
+                meet=meet,
             )
-            owner = stack.enter_context(self._remote).lease.owner
-        folder.check_shared(self.folder, owner)
+            stack.enter_context(self._remote)
+        else:
+            meet("")
+            stack.enter_context(Sharer(self.folder, Store(self.address, "run_dir")))
+        processes.barrier("fetched")
 
     def __exit__(self, *exception: Any) -> None:
         self._stack.__exit__(*exception)
@@ -195,6 +205,8 @@ class Run(Generic[ConfigT]):
         self.checkpointer.wait()
         if self._remote is not None:
             self._remote.settle()
+        if self._is_remote:  # until then the others copy their shares
+            processes.barrier("copied")
 
     def check_address(self, *, copies: bool = False) -> None:
         """Raise an error if another process has taken over the run, or `copies` fail for long."""

@@ -8,6 +8,7 @@ own devices.
 import functools
 import importlib.metadata
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zoo.runs.processes import anywhere
 
 # Orbax and TensorStore are imported where they are used: they take as long as JAX, and a program
 # that shows its flags, or a plan, needs neither.
@@ -23,6 +27,7 @@ CHUNK_BYTES = 2**26  # what has to be read to verify one byte, and what one thre
 OLDEST_ORBAX = (0, 12, 8)
 _METADATA = "_METADATA"  # of Orbax: which arrays there are
 _READ_AT_ONCE = 2**30  # bytes
+_HANDED_ON = 2**20  # bytes of an array that one process reads for others
 
 
 class ArraysError(Exception):
@@ -123,24 +128,45 @@ def _names(folder: Path) -> list[str]:
 def read(folder: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     """The arrays of these names, with the shapes, dtypes and shardings of the targets.
 
-    Each process reads what its devices hold, every byte once.
+    All processes call it. Each reads what its devices hold, every byte once; of copies in several
+    processes one reads, and hands on what it has read.
 
     Raises:
         ArraysError: something of it is not what was written; the message names the array.
     """
+    together = any(map(_axes_of_copies, targets.values()))
     found: dict[str, jax.Array] = {}
-    batch: list[str] = []
+    for names in _batches(targets):
+        batch, failure, parts = {name: targets[name] for name in names}, None, {}
+        try:
+            parts = _read(folder, batch)
+        except (ArraysError, OSError) as error:
+            failure = error
+        if together and anywhere(failure is not None) and failure is None:
+            failure = ArraysError("another process cannot read its part")
+        if failure is not None:
+            raise failure
+        found |= {name: _placed(target, parts.pop(name)) for name, target in batch.items()}
+    return found
+
+
+def _batches(targets: Mapping[str, jax.ShapeDtypeStruct]) -> list[list[str]]:
+    """The names of arrays that are read at once."""
+    batches: list[list[str]] = [[]]
     size = 0
     for name, target in targets.items():
-        batch.append(name)
+        batches[-1].append(name)
         size += target.size * target.dtype.itemsize
         if size >= _READ_AT_ONCE:
-            found |= _read(folder, {name: targets[name] for name in batch})
-            batch, size = [], 0
-    return found | _read(folder, {name: targets[name] for name in batch})
+            batches.append([])
+            size = 0
+    return batches
 
 
-def _read(folder: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+def _read(
+    folder: Path, targets: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, dict[tuple, np.ndarray]]:
+    """The parts of each array that this process reads, by their places in it."""
     import tensorstore as ts
 
     stores = {name: _open(folder, name) for name in targets}
@@ -153,29 +179,76 @@ def _read(folder: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str
                     f"{name} is {store.dtype.name}{list(store.shape)} in {folder}, and not "
                     f"{target.dtype}{list(target.shape)}"
                 )
-            indices = _indices(target).items()
-            parts[name] = {key: store[index].read(batch=batch) for key, index in indices}
-    return {name: _placed(folder, name, targets[name], parts.pop(name)) for name in targets}
+            readers = _readers(target)
+            parts[name] = {
+                _key(index, target.shape): store[index].read(batch=batch)
+                for device, index in _local_indices(target).items()
+                if device in readers
+            }
+    return {
+        name: {key: np.asarray(_result(folder, name, part)) for key, part in found.items()}
+        for name, found in parts.items()
+    }
 
 
-def _placed(
-    folder: Path, name: str, target: jax.ShapeDtypeStruct, parts: Mapping[tuple, Any]
-) -> jax.Array:
-    """The array of a target from its parts, which are being read."""
-    read = {key: np.asarray(_result(folder, name, part)) for key, part in parts.items()}
-    devices = target.sharding.addressable_devices_indices_map(target.shape)
-    # A copy: a donated array must own its memory.
-    shards = [
-        jax.device_put(read[_key(index, target.shape)], device, may_alias=False)
-        for device, index in devices.items()
-    ]
-    return jax.make_array_from_single_device_arrays(target.shape, target.sharding, shards)
+def _placed(target: jax.ShapeDtypeStruct, parts: Mapping[tuple, np.ndarray]) -> jax.Array:
+    """The array of a target from the parts that its processes have read."""
+    axes, readers = _axes_of_copies(target), _readers(target)
+    places = {d: _key(index, target.shape) for d, index in _local_indices(target).items()}
+    if not axes:
+        # A copy: a donated array must own its memory.
+        shards = [jax.device_put(parts[at], d, may_alias=False) for d, at in places.items()]
+        return jax.make_array_from_single_device_arrays(target.shape, target.sharding, shards)
+    # The copies as one array, of which all but one are zeros: their sum, of bits, is that one.
+    bits = np.dtype(f"uint{8 * target.dtype.itemsize}")
+    mesh, spec = target.sharding.mesh, target.sharding.spec
+    shards = []
+    for device, place in places.items():
+        shape = [1, *(len(range(*part)) for part in place)]
+        part = parts[place].view(bits) if device in readers else np.zeros(shape, bits)
+        shards.append(jax.device_put(part.reshape(shape), device))
+    copies = jax.make_array_from_single_device_arrays(
+        (math.prod(mesh.shape[axis] for axis in axes), *target.shape),
+        NamedSharding(mesh, PartitionSpec(axes, *spec)),
+        shards,
+    )
+    return _sum_of_bits(copies, target.dtype, target.sharding)
 
 
-def _indices(target: jax.ShapeDtypeStruct) -> dict[tuple, tuple[slice, ...]]:
-    """The different parts of an array that this process's devices hold."""
-    indices = target.sharding.addressable_devices_indices_map(target.shape).values()
-    return {_key(index, target.shape): index for index in indices}
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _sum_of_bits(copies: jax.Array, dtype: np.dtype, sharding: NamedSharding) -> jax.Array:
+    total = jax.lax.with_sharding_constraint(copies.sum(0, dtype=copies.dtype), sharding)
+    return jax.lax.bitcast_convert_type(total, dtype)
+
+
+def _axes_of_copies(target: jax.ShapeDtypeStruct) -> tuple[str, ...]:
+    """The mesh axes along which other processes hold copies of what one process holds."""
+    sharding, size = target.sharding, target.size * target.dtype.itemsize
+    if not isinstance(sharding, NamedSharding) or size < _HANDED_ON:
+        return ()
+    if target.dtype == bool or jax.dtypes.itemsize_bits(target.dtype) < 8:
+        return ()
+    mesh = sharding.mesh
+    used = {axis for entry in sharding.spec for axis in np.atleast_1d(entry)}
+    processes = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    return tuple(
+        axis
+        for number, axis in enumerate(mesh.axis_names)
+        if axis not in used and (processes != processes.take([0], number)).any()
+    )
+
+
+def _readers(target: jax.ShapeDtypeStruct) -> set[jax.Device]:
+    """The devices whose parts are read: the first one of each row of copies."""
+    if not (axes := _axes_of_copies(target)):
+        return target.sharding.device_set
+    mesh = target.sharding.mesh
+    first = tuple(0 if axis in axes else slice(None) for axis in mesh.axis_names)
+    return {*np.ravel(mesh.devices[first])}
+
+
+def _local_indices(target: jax.ShapeDtypeStruct) -> dict[jax.Device, tuple[slice, ...]]:
+    return target.sharding.addressable_devices_indices_map(target.shape)
 
 
 def _key(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple:

@@ -19,6 +19,7 @@ from pathlib import Path
 from zoo.common import checksums, files
 from zoo.common.store import Store
 from zoo.runs.checkpoint import seal, set_aside
+from zoo.runs.remote.shares import Shares
 
 _log = logging.getLogger(__name__)
 RECORD = ".remote.json"  # of the working folder
@@ -61,6 +62,7 @@ class RemoteCopies:
 
     def __init__(self, folder: Path, store: Store, record: Record, *, keep: int):
         self._folder, self._store, self._record, self._keep = folder, store, record, keep
+        self._shares = Shares(folder, store, record.owners)
         index = store.read(INDEX)
         self.id: str = json.loads(index)["id"] if index else ""
         """The id of the run at the address; empty if no run is there."""
@@ -113,13 +115,11 @@ class RemoteCopies:
         if step not in self.good:
             self._remove(step, check)
             self._begun = self._begun | {step}
-            folder, prefix = self._folder / STEPS / str(step), f"{STEPS}/{step}/"
-            listed: dict[str, dict] = {}
-            with contextlib.suppress(FileNotFoundError):
-                listed |= checksums.of(folder)
-            missing = self._store.put(folder, listed, prefix)
+            within, prefix = f"{STEPS}/{step}", f"{STEPS}/{step}/"
+            names: dict[str, dict] = {x: {} for x in checksums.listed(self._folder / within)}
+            listed = self._shares.copy("put", within, names, prefix, check)
             check()
-            if missing or not listed:
+            if listed.keys() != names.keys() or not names:
                 return  # it was removed meanwhile, as a newer one is there
             self._store.write(prefix + checksums.NAME, checksums.as_text(listed).encode())
             self.complete = self.complete | {step}
@@ -174,7 +174,7 @@ class RemoteCopies:
             try:
                 prefix = f"{STEPS}/{step}/"
                 listed = checksums.parse(self._store.read(prefix + checksums.NAME) or b"")
-                found = self._store.get(partial, listed, prefix)
+                found = self._shares.copy("get", f"{STEPS}/{step}.tmp", listed, prefix)
                 problems = [f"{name} {problem}" for name, problem in found.items()]
             except ValueError as error:
                 if error.__cause__ is not None:  # the store's

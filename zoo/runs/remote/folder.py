@@ -1,7 +1,7 @@
 """A run folder at an address: what the run does in its working folder is copied there.
 
-At the start the newest undamaged checkpoint counts, of the working folder or of the address. One
-process, process 0, talks to the store.
+At the start the newest undamaged checkpoint counts, of the working folder or of the address.
+Process 0 talks to the store; the others copy their parts of a checkpoint for it.
 """
 
 import hashlib
@@ -22,6 +22,7 @@ from zoo.common.store import Store
 from zoo.runs import processes
 from zoo.runs.checkpoint import CheckpointError, local_steps
 from zoo.runs.processes import RunError
+from zoo.runs.remote import shares
 from zoo.runs.remote.copies import STEPS, Record, RemoteCopies
 from zoo.runs.remote.lease import Lease, LeaseError, boot_clock
 
@@ -84,9 +85,11 @@ class RemoteFolder:
         keep: int,
         say: Callable[[str], object],
         lease: Lease | None = None,
+        meet: Callable[[str], object] = lambda owner: None,
     ):
+        """`meet(owner)` is called before anything is fetched; see `check_shared`."""
         self.address, self.folder = address.rstrip("/"), folder
-        self._keep, self._say = keep, say
+        self._keep, self._say, self._meet = keep, say, meet
         self._store = Store(self.address, "run_dir")
         self.lease = lease or Lease(self._store, say=say)
         self._wanted: int | None = None  # the checkpoint to copy next
@@ -119,15 +122,18 @@ class RemoteFolder:
             if lease.previous not in ended:  # the files at the address may be of another's
                 record.copied = {}
             record.owners = [lease.owner]
-            self._fetch(record)
+            copies = RemoteCopies(self.folder, self._store, record, keep=self._keep)
+            self._begin(copies, record)
+            self._meet(lease.owner)
+            self._fetch(copies)
         except BaseException:
             lease.release()
             raise
+        self._copies = copies
         self.copier = Copier(self._copy, self.address, self.folder)
 
-    def _fetch(self, record: Record) -> None:
-        """Bring the working folder up to the run at the address, as far as it is behind."""
-        copies = self._copies = RemoteCopies(self.folder, self._store, record, keep=self._keep)
+    def _begin(self, copies: RemoteCopies, record: Record) -> None:
+        """Refuse an address of another run than the working folder's, and mark it as this one's."""
         steps = local_steps(self.folder / STEPS)
         if steps and record.id != copies.id:
             there = "holds another run" if copies.id else "holds no run any more"
@@ -143,7 +149,12 @@ class RemoteFolder:
             )
         copies.begin()
         record.write(self.folder)
+        shares.begin(self.folder)
+
+    def _fetch(self, copies: RemoteCopies) -> None:
+        """Bring the working folder up to the run at the address, as far as it is behind."""
         began = time.monotonic()
+        steps = local_steps(self.folder / STEPS)
         fetched = copies.fetch_step(above=max(steps, default=-1))
         if fetched is not None or copies.complete:
             copies.fetch(only_missing=fetched is None)
