@@ -27,7 +27,7 @@ from jaxtyping import PyTree
 from zoo.common import checksums, files
 from zoo.publishing.tensors import differences
 from zoo.runs import stored_arrays
-from zoo.runs.processes import anywhere
+from zoo.runs.stored_arrays import anywhere
 
 _log = logging.getLogger(__name__)
 _NOTHING = -1  # process 0 sends it instead of a step

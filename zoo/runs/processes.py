@@ -57,11 +57,6 @@ def barrier(name: str) -> None:
         multihost_utils.sync_global_devices(name)
 
 
-def anywhere(value: bool) -> bool:
-    """Whether it is so in any process; all call it."""
-    return bool(multihost_utils.process_allgather(np.int32(value)).any())
-
-
 def from_first(content: dict[str, Any]) -> dict[str, Any]:
     """The content of process 0, which JSON can hold, in every process."""
     if jax.process_count() == 1:

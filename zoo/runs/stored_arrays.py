@@ -16,9 +16,8 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
-
-from zoo.runs.processes import anywhere
 
 # Orbax and TensorStore are imported where they are used: they take as long as JAX, and a program
 # that shows its flags, or a plan, needs neither.
@@ -123,6 +122,11 @@ def _names(folder: Path) -> list[str]:
     """The names of the arrays in a folder."""
     tree = json.loads((folder / _METADATA).read_text())["tree_metadata"]
     return [array["key_metadata"][0]["key"] for array in tree.values()]
+
+
+def anywhere(value: bool) -> bool:
+    """Whether it is so in any process; all call it."""
+    return bool(multihost_utils.process_allgather(np.int32(value)).any())
 
 
 def read(folder: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
