@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.torch
 import torch
 import transformers
 
@@ -322,6 +323,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3NextFor", {**HYBRID, **EXPERTS}),
     "qwen3_5": ("Qwen3_5For", HYBRID),
     "qwen3_5_moe": ("Qwen3_5MoeFor", {**HYBRID, **EXPERTS}),
+    "olmo_hybrid": (
+        "OlmoHybridFor",
+        {
+            **{x: y for x, y in HYBRID.items() if x.startswith(("linear", "num_"))},
+            "layer_types": [
+                f"{x}_attention" for x in ["linear", "linear", "full", "linear", "full"]
+            ],
+            "rope_parameters": {"rope_theta": None},
+        },
+    ),
+    "olmo_hybrid_rotary": (
+        "OlmoHybridFor",
+        {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": None,
+            "linear_allow_neg_eigval": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+    ),
     "granite_hybrid": (
         "GraniteMoeHybridFor",
         {**GRANITE, **MAMBA, "num_local_experts": 0, "position_embedding_type": "rope"},
@@ -464,6 +484,25 @@ def minilm() -> None:
     print("minilm         ", tokens.shape)
 
 
+def as_published(model: torch.nn.Module, folder: Path) -> None:
+    """Name a delta net's tensors as in the published Olmo-Hybrid, which transformers 5 does not.
+
+    Shapes and names are those of allenai/Olmo-Hybrid-7B: convolutions by their own channels.
+    """
+    tensors, config = {}, model.config
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    for path, x in model.state_dict().items():
+        if ".conv1d." in path:
+            parts = zip("qkv", x.split([keys, keys, len(x) - 2 * keys]), strict=True)
+            tensors |= {path.replace("conv1d", f"{part}_conv1d"): y for part, y in parts}
+        else:
+            tensors[path] = x
+    tensors = {path: x.contiguous() for path, x in tensors.items()}
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    again = type(model).from_pretrained(folder)
+    assert all(torch.equal(x, model.state_dict()[path]) for path, x in again.state_dict().items())
+
+
 def main() -> None:
     for name in sys.argv[1:] or CASES:
         model, folder = make(name), FOLDER / name
@@ -471,6 +510,8 @@ def main() -> None:
         size = "12KB" if name in SHARDED else "5GB"
         model.save_pretrained(folder, max_shard_size=size)
         (folder / "generation_config.json").unlink(missing_ok=True)
+        if name.startswith("olmo_hybrid"):
+            as_published(model, folder)
         # A delta net makes much of small differences: of PyTorch's own in fp32, up to 1e-4.
         model = model.double() if hasattr(model.config, "linear_num_key_heads") else model
         arrays = golden(model, is_encoder=name == "bert")

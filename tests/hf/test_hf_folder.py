@@ -171,6 +171,12 @@ def test_older_config_spellings_are_read(name: str, changes: dict, copy: Any):
         ("qwen3_moe", {"num_experts_per_tok": 9}, "experts.per_token=9: must be in 1 to"),
         ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type='relative"),
         ("bert", {"is_decoder": True}, "is_decoder=True is not supported"),
+        ("olmo_hybrid", {"rope_parameters": None}, "rope_parameters=None rotates in some"),
+        ("olmo_hybrid", {"rope_parameters": ...}, "rope_parameters=None rotates in some"),
+        *(
+            (name, {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act='gelu_pytorch_tanh'")
+            for name in ("qwen3_next", "qwen3_5", "olmo_hybrid", "granite_hybrid", "bamba")
+        ),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
@@ -264,6 +270,15 @@ null, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": 
 "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.51.0",
 "use_cache": true, "use_sliding_window": false, "vocab_size": 151936}"""
 
+OLMO_HYBRID_7B = """{"architectures": ["OlmoHybridForCausalLM"], "attention_bias": false,
+"attention_dropout": 0.0, "bos_token_id": null, "dtype": "bfloat16", "eos_token_id": 100257,
+"hidden_act": "silu", "hidden_size": 3840, "initializer_range": 0.02, "intermediate_size": 11008,
+"linear_a_log_max": 16.0, "linear_a_log_min": 0.0, "linear_allow_neg_eigval": true,
+"linear_conv_kernel_dim": 4, "linear_dt_init_floor": 0.0001, "linear_dt_max": 0.1, "linear_dt_min":
+0.001, "max_position_embeddings": 65536, "model_type": "olmo_hybrid", "num_attention_heads": 30,
+"num_hidden_layers": 32, "rms_norm_eps": 1e-06, "rope_parameters": {"rope_theta": null},
+"tie_word_embeddings": false, "use_cache": true, "vocab_size": 100352}"""
+
 
 @pytest.mark.parametrize(
     ("text", "parameters", "fields"),
@@ -276,8 +291,14 @@ null, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": 
         ),
         (GEMMA_3_1B, 999_885_952, {"attention.window": 512, "positions.local_theta": 10_000.0}),
         (QWEN_3_30B, 30_532_122_624, {"experts.num_experts": 128, "d_ff": 768}),
+        # Its sizes of delta nets are the defaults: 30 heads with keys of 96 and values of 192.
+        (
+            OLMO_HYBRID_7B,
+            7_430_870_688,
+            {"positions.kind": "none", "mixer.recurrence.value_dim": 192},
+        ),
     ],
-    ids=["Llama 3.2 1B", "Qwen 2.5 0.5B", "Gemma 3 1B", "Qwen 3 30B A3B"],
+    ids=["Llama 3.2 1B", "Qwen 2.5 0.5B", "Gemma 3 1B", "Qwen 3 30B A3B", "Olmo-Hybrid 7B"],
 )
 def test_published_configurations_have_published_sizes(text: str, parameters: int, fields: dict):
     values = json.loads(text)
@@ -326,6 +347,34 @@ def test_buffers_and_tied_heads_are_accepted(copy: Any):
     head = {"lm_head.weight": stored["transformer.wte.weight"] + 1}
     safetensors.numpy.save_file(stored | extra | head, folder / "model.safetensors")
     assert "lm_head.weight: (53, 20) here, none" in refusal(folder)
+
+
+def test_a_hybrid_that_transformers_wrote_is_the_published_one(copy: Any):
+    """Version 5 renames its norms, and has the channels of its three convolutions in thirds."""
+    folder = copy("olmo_hybrid")
+    want, stored = zoo.load(folder), tensors(folder)
+    norms = {"input_layernorm": "attention_layer_norm"}
+    norms |= {"post_attention_layernorm": "feedforward_layer_norm"}
+    for name in list(stored):
+        *start, part, end = name.split(".")
+        if part in norms:
+            stored[".".join([*start, norms[part], end])] = stored.pop(name)
+        if part == "q_conv1d":
+            names = [name.replace("q_conv1d", f"{x}_conv1d") for x in "qkv"]
+            whole = np.concatenate([stored[x] for x in names])
+            thirds = np.split(whole, [-(-len(whole) // 3), -(-len(whole) // 3) * 2])
+            assert len(thirds[0]) != len(stored[name])
+            stored |= dict(zip(names, thirds, strict=True))
+    safetensors.numpy.save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    found = zoo.load(folder)
+    assert found.config == want.config
+    jax.tree.map(np.testing.assert_array_equal, found, want)
+    # Slices of a tensor too, as the devices of a mesh read them.
+    whole = dict.fromkeys(("vocab", "mlp"), sharding.RULES["positions"])
+    split = zoo.load(
+        folder, mesh=zoo.Layout(zoo.make_mesh("tensor=2"), rules=sharding.RULES | whole)
+    )
+    jax.tree.map(np.testing.assert_array_equal, split, want)
 
 
 @pytest.mark.parametrize(

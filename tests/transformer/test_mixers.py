@@ -12,6 +12,7 @@ from helpers import (
     VOCAB,
     arrays,
     assert_trees_close,
+    drawn_rnn,
     drawn_transformer,
     hybrid,
     make_transformer,
@@ -24,6 +25,7 @@ import zoo
 from zoo import losses, sharding
 from zoo.common import configuration
 from zoo.nn.products import is_quantized
+from zoo.nn.recurrences.chunks import RecurrenceConfig
 from zoo.nn.recurrences.marks import Marks
 from zoo.nn.recurrences.mixers import MIXERS
 from zoo.nn.remat import apart
@@ -112,6 +114,45 @@ def test_a_hybrid_is_its_layers_one_after_another():
 
     found = eqx.filter_jit(model)(tokens)
     assert_trees_close(found, written_out(model, tokens), rtol=2e-5)
+
+
+def test_layers_of_either_mixer_have_norms_of_their_own():
+    """Behind the parts of layers with attention, and before those of the recurrent ones."""
+    of_kind = {"residual.norm_placement": "post", "mixer.norm_placement": "pre"}
+    model = drawn_transformer(**hybrid(**THREE_TO_ONE, **of_kind))
+    layers = apart(model.blocks, model.config.own)
+    names = ("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm")
+    for index, layer in enumerate(layers):
+        found = {name for name in names if getattr(layer, name) is not None}
+        assert found == {*(names[2:] if index in (2, 5) else names[:2])}
+    tokens = jnp.asarray(token_batch(2, 12)["tokens"])
+
+    @eqx.filter_jit
+    def written_out(model: Any, tokens: Any) -> Any:
+        x, places = model.embedding(tokens), jnp.arange(12, dtype=jnp.int32)[None]
+        rotary = rotary_tables(places, 8, 10_000.0)
+        for index, layer in enumerate(apart(model.blocks, model.config.own)):
+            if index in (2, 5):
+                x = x + layer.attention_out_norm(layer.attention(x, None, rotary, None))
+                x = x + layer.mlp_out_norm(layer.mlp(x))
+            else:
+                mixer = layer.recurrence
+                x = x + mixer(layer.attention_norm(x), mixer.initial_state(2), Marks())[1]
+                x = x + layer.mlp(layer.mlp_norm(x))
+        return model.final_norm(x) @ model.head.weight
+
+    found = eqx.filter_jit(model)(tokens)
+    assert_trees_close(found, written_out(model, tokens), rtol=2e-5)
+
+
+def test_the_norm_of_a_recurrence_has_an_epsilon_of_its_own():
+    for kind in MIXERS:
+        blocks = make_transformer(**hybrid(kind, **{"mixer.recurrence.norm_eps": 0.5}))(KEY).blocks
+        norm = getattr(blocks.recurrence, "norm", blocks.recurrence)
+        assert (norm.eps, blocks.mlp_norm.eps) == (0.5, 1e-6), kind
+        [layer] = drawn_rnn(kind, num_layers=1, recurrence=RecurrenceConfig(norm_eps=0.25)).layers
+        [norm] = (getattr(x, "norm", x) for x in layer.directions)
+        assert norm.eps == 0.25, kind
 
 
 def test_without_an_mlp_a_layer_is_its_mixer():
@@ -280,6 +321,16 @@ def test_flops_are_those_of_each_kind_of_layer():
         ({**hybrid(), "mixer.recurrence.num_heads": 5}, "num_heads=5 does not divide d_model=32"),
         ({**hybrid(), "mixer.recurrence.num_key_heads": 3}, "num_key_heads=3 does not divide"),
         ({"mixer.pattern": ("mlstm",), "remat": "save:query"}, "remat='save:query'"),
+        ({"mixer.norm_placement": "pre"}, "mixer.norm_placement='pre'.*'attention'"),
+        (
+            {"mixer.pattern": ("mlstm",), "mixer.norm_placement": "pre"},
+            "mixer.norm_placement='pre'.*'mlstm'",
+        ),
+        (
+            {**hybrid(), "mixer.norm_placement": "post", "residual.norm_placement": "stream"},
+            "mixer.norm_placement='post'.*'stream'",
+        ),
+        ({"mixer.recurrence.norm_eps": 1e-5}, r"mixer\.recurrence\.norm_eps=1e-05.*'attention'"),
         ({"mlp": "none"}, "d_ff=64"),
         ({"mlp": "none", "d_ff": None, "remat": "save:mlp_hidden"}, "remat='save:mlp_hidden'"),
         ({"mlp": "none", "d_ff": None, "experts.num_experts": 2}, "experts.num_experts=2.*'none'"),

@@ -21,6 +21,7 @@ from jaxtyping import PyTree
 from zoo import transformer
 from zoo.common import configuration
 from zoo.hf.rules import Fields, Rule, shortest
+from zoo.hf.weights import Weights
 from zoo.publishing import PublishError
 from zoo.publishing.families import check_counts
 from zoo.sharding.axes import keystr, map_parameters
@@ -319,6 +320,8 @@ class Family:
     """The tensors that the zoo's model does not have, by how their names begin, in words.
 
     `{num_layers}` in such a name is that number."""
+    as_published: Callable[[Any, Weights], Weights] | None = None
+    """The tensors of a file in the names of `tensors`, where programs write others."""
     by_tensors: Mapping[str, str] = field(default_factory=dict)
     """Fields of the `Config` that are true where the name of a tensor has this in it."""
 
@@ -401,6 +404,10 @@ def canonical(config: transformer.Config) -> transformer.Config:
         "experts.dense_d_ff": config.dense_size,
         "attention.latent.value_dim": config.value_size,
     }
+    for name in ("norm_placement", "recurrence.norm_eps"):  # the same as elsewhere in the layer
+        ours, elsewhere = f"mixer.{name}", f"residual.{name.rpartition('.')[2]}"
+        get = lambda path: functools.reduce(getattr, path.split("."), config)  # noqa: E731
+        changes |= {ours: None} if get(ours) == get(elsewhere) else {}
     placed = tuple("none" if kind.endswith("nope") else "rotary" for kind in pattern)
     changes["positions.pattern"] = shortest(placed)
     if "recurrent" not in pattern:

@@ -5,50 +5,23 @@ inputs in e2m1, two to a byte, the first one in the low bits, with a power of tw
 DeepSeek-V3 has it: e4m3, with a scale in fp32 per square of a matrix.
 """
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from zoo.hf.family import Index
 from zoo.hf.rules import Fields
-from zoo.hf.weights import Stored, Weights
+from zoo.hf.weights import Derived, Made, Read, Stored, Weights
 
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _E2M1 = np.concatenate([_E2M1, -_E2M1])
 _BLOCK = 32
 
-Read = Callable[[str, Index], np.ndarray]
-Tensor = tuple[Stored, Callable[[Index, Read], np.ndarray]]
 
-
-class _Decoded(Weights):
-    """The tensors of a folder, some of them decoded as they are read."""
-
-    def __init__(self, weights: Weights, decoded: Mapping[str, Tensor], gone: set[str]):
-        self.folder, self._decoded, self._stored = weights.folder, decoded, weights
-        self.tensors = {x: y for x, y in weights.tensors.items() if x not in gone}
-        self.tensors |= {name: stored for name, (stored, _) in decoded.items()}
-
-    @contextlib.contextmanager
-    def reader(self) -> Iterator[Any]:
-        """As that of `Weights`."""
-        with self._stored.reader() as read:
-
-            def decoded(name: str, at: Index) -> np.ndarray:
-                if name not in self._decoded:
-                    return read(name, at)
-                found = self._decoded[name][1](at, read)
-                return found.astype(jnp.bfloat16)
-
-            yield decoded
-
-
-def _mxfp4(weights: Weights, name: str) -> Tensor:
+def _mxfp4(weights: Weights, name: str) -> Made:
     """A stack of matrices [experts, in, out], of blocks [experts, out, in / 32, 16]."""
     stored = weights.tensors[f"{name}_blocks"]
     experts, outputs, blocks, _ = stored.shape
@@ -61,13 +34,14 @@ def _mxfp4(weights: Weights, name: str) -> Tensor:
         powers = read(f"{name}_scales", where).astype(np.int32) - 127
         values = np.ldexp(values, powers[..., None]).reshape(*values.shape[:2], -1)
         first = start // _BLOCK * _BLOCK
-        return values[:, :, start - first : stop - first].swapaxes(1, 2)
+        values = values[:, :, start - first : stop - first].swapaxes(1, 2)
+        return values.astype(jnp.bfloat16)
 
     shape = (experts, blocks * _BLOCK, outputs)
     return Stored(stored.file, shape, "bfloat16"), read_part
 
 
-def _fp8(weights: Weights, block: tuple[int, int], name: str) -> Tensor:
+def _fp8(weights: Weights, block: tuple[int, int], name: str) -> Made:
     """A matrix with a scale per block of rows and columns."""
     stored = weights.tensors[name]
 
@@ -80,7 +54,8 @@ def _fp8(weights: Weights, block: tuple[int, int], name: str) -> Tensor:
             np.arange(*pair) // size - first
             for pair, size, first in zip(ranges, block, firsts, strict=True)
         )
-        return read(name, at).astype(np.float32) * scales[rows[:, None], columns[None]]
+        values = read(name, at).astype(np.float32) * scales[rows[:, None], columns[None]]
+        return values.astype(jnp.bfloat16)
 
     return Stored(stored.file, stored.shape, "bfloat16"), read_part
 
@@ -96,7 +71,7 @@ def decoded(weights: Weights, settings: dict, where: str) -> Weights:
     """
     fields = Fields(settings, f"{where}: quantization_config")
     gone: tuple[str, ...]
-    make: Callable[[str], Tensor]
+    make: Callable[[str], Made]
     if settings["quant_method"] == "mxfp4":
         make, last, gone = partial(_mxfp4, weights), "_blocks", ("_blocks", "_scales")
     else:
@@ -110,4 +85,4 @@ def decoded(weights: Weights, settings: dict, where: str) -> Weights:
         make, last, gone = partial(_fp8, weights, (size[0], size[1])), "_scale_inv", ("_scale_inv",)
     names = [name.removesuffix(last) for name in weights.tensors if name.endswith(last)]
     surplus = {name + end for name in names for end in gone}
-    return _Decoded(weights, {name: make(name) for name in names}, surplus)
+    return Derived(weights, {name: make(name) for name in names}, surplus)

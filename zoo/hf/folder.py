@@ -281,6 +281,8 @@ def _open(
         weights = floats.decoded(weights, values[quantization.FIELD], f"{folder / CONFIG}")
     elif (settings := values.get(quantization.FIELD)) is not None:
         method = read_method(settings, f"{folder / CONFIG}", options.quantize)
+    if family.as_published is not None:
+        weights = family.as_published(config, weights)
     config = token_ids.with_eos_ids(family.adapt(config, weights.tensors), folder, values)
     skeleton = _skeleton(family, config)
     present = (x for x in family.prefixes if family.marker.format(prefix=x) in weights.tensors)

@@ -16,6 +16,8 @@ from zoo.hf.family import Family, canonical, consecutive, table
 from zoo.hf.rules import Choice, Fields, Rule, Same, shortest
 
 SILU = Choice("hidden_act", "mlp", {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}, "silu")
+# Of hybrids, whose convolutions have the same activation: SiLU here.
+ONLY_SILU = Choice("hidden_act", "mlp", {"silu": "swiglu"}, "silu")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 
 from zoo import transformer
 from zoo.hf.family import consecutive, table
-from zoo.hf.llamas import DENSE, SILU, Mixers, decoder, layer, sizes
+from zoo.hf.llamas import DENSE, ONLY_SILU, Mixers, decoder, layer, sizes
 from zoo.hf.rotary import Rotary
 from zoo.hf.rules import Fields, Fixed, Rule, Same, shortest, words
 
@@ -225,7 +225,7 @@ GRANITE = decoder(
     architecture="GraniteMoeHybridForCausalLM",
     rules=(
         *sizes(hidden=None),
-        SILU,
+        ONLY_SILU,
         Positions(Rotary()),
         Mixers({"linear_attention": "mamba2", "full_attention": "attention", **_OLD}),
         *OF_MAMBA,
@@ -243,7 +243,7 @@ BAMBA = decoder(
     architecture="BambaForCausalLM",
     rules=(
         *sizes(eps=1e-5, kv_heads=8),
-        SILU,
+        ONLY_SILU,
         Rotary(max_seq_len=262_144, fraction=0.5),
         Indices(),
         *OF_MAMBA,

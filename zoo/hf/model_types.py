@@ -7,7 +7,7 @@ import dataclasses
 
 from zoo import bert, transformer
 from zoo.hf.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
-from zoo.hf.delta_nets import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from zoo.hf.delta_nets import OLMO_HYBRID, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from zoo.hf.dense import (
     ARCEE,
     BIASES,
@@ -365,7 +365,6 @@ REFUSED = {
     "mpt": "attention falls off with the distance (ALiBi)",
     "nemotron_h": "a layer is a mixer or an MLP alone",
     "opt": "a table of positions begins with two rows that no position has",
-    "olmo_hybrid": "layers of attention have norms behind their parts, and others before them",
 }
 
 # `family_of` prefers the first of the families that fit.
@@ -377,5 +376,5 @@ _ORDER += [GEMMA, GRANITE_DENSE, PHI3, SMOLLM3, OLMO, OLMO3, EXAONE4, SEED_OSS, 
 _ORDER += [JAIS2, MINISTRAL, STARCODER2, STABLELM, PHI]
 _ORDER += [GLM, GLM4, COHERE, COHERE2, HELIUM, ERNIE4_5]
 _ORDER += [GPT_NEOX, GPTJ, CODEGEN, GPT_NEO, GPT_BIGCODE, FALCON]
-_ORDER += [QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, GRANITE, BAMBA, MAMBA2, XLSTM]
+_ORDER += [QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, OLMO_HYBRID, GRANITE, BAMBA, MAMBA2, XLSTM]
 MODEL_TYPES = {family.model_type: family for family in _ORDER}

@@ -6,9 +6,11 @@ refused.
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from zoo.common.files import AddressError, inside
 from zoo.publishing import PublishError
@@ -54,6 +56,27 @@ class Weights:
         """A context with `read(name, slices)`, which returns a slice of a tensor as numpy."""
         with slice_reader() as read:
             yield lambda name, slices: read(self.folder / self.tensors[name].file, name, slices)
+
+
+Read = Callable[[str, tuple[slice, ...]], np.ndarray]
+# A tensor that is made of others: what it is, and a slice of it, of slices of those.
+Made = tuple[Stored, Callable[[tuple[slice, ...], Read], np.ndarray]]
+
+
+class Derived(Weights):
+    """The tensors of a folder, some of them made of others as they are read."""
+
+    def __init__(self, weights: Weights, made: Mapping[str, Made], gone: Collection[str]):
+        self.folder, self._made, self._stored = weights.folder, made, weights
+        self.tensors = {x: y for x, y in weights.tensors.items() if x not in gone}
+        self.tensors |= {name: stored for name, (stored, _) in made.items()}
+
+    @contextlib.contextmanager
+    def reader(self) -> Iterator[Any]:
+        """As that of `Weights`."""
+        with self._stored.reader() as read:
+            made = self._made
+            yield lambda name, at: made[name][1](at, read) if name in made else read(name, at)
 
 
 def weight_files(folder: Path) -> list[str]:

@@ -75,7 +75,9 @@ class Layer(eqx.Module):
             if config.cell not in MIXERS:
                 return Direction(config, in_size, in_axis, key=key)
             layer = MIXERS[config.cell].layer
-            return layer(config.recurrence, in_size, config.hidden_size, in_axis, key=key)
+            settings = config.recurrence
+            given = {"eps": settings.norm_eps} if settings.norm_eps else {}
+            return layer(settings, in_size, config.hidden_size, in_axis, key=key, **given)
 
         keys = jax.random.split(key, 2 if config.bidirectional else 1)
         self.directions = tuple(map(direction, keys))

@@ -191,7 +191,8 @@ def make_recurrence(config: Config, *, key: Key[Array, ""]) -> Mixer:
     """The recurrence of a layer, whose output is divided as attention's is."""
     kind, width = config.mixer.kind, config.d_model
     assert kind is not None
-    settings, eps = config.mixer.recurrence, config.residual.norm_eps
+    settings = config.mixer.recurrence
+    eps = settings.norm_eps or config.residual.norm_eps
     made: Any = MIXERS[kind].layer(settings, width, width, "embed", key=key, eps=eps)
     return eqx.tree_at(lambda mixer: mixer.wo, made, made.wo / math.sqrt(config.num_parts))
 
@@ -238,19 +239,12 @@ class Block(eqx.Module):
     dropout: float = eqx.field(static=True)
 
     def __init__(self, config: Config):
-        """All that layers of each kind have: with no mixer and no MLP yet."""
-        placement = config.residual.norm_placement
-        before, after = placement in ("pre", "both"), placement != "pre"
-        has_mlp = config.mlp != "none"
+        """A layer without parts, of which `Config.parts` says who has which."""
         self.attention = self.recurrence = None
         self.mlp = self.dense_mlp = self.shared_mlp = self.shared_gate = None
-        self.attention_norm = residual_norm(config) if before else None
-        self.attention_out_norm = residual_norm(config) if after else None
-        self.parallel = config.residual.parallel != "none"
-        has_own = has_mlp and config.residual.parallel != "one_norm"
-        self.mlp_norm = residual_norm(config) if before and has_own else None
-        self.mlp_out_norm = residual_norm(config) if after and has_mlp else None
-        self.norms_stream, self.dropout = placement == "stream", config.dropout
+        self.attention_norm = self.attention_out_norm = self.mlp_norm = self.mlp_out_norm = None
+        self.parallel, self.dropout = config.residual.parallel != "none", config.dropout
+        self.norms_stream = config.residual.norm_placement == "stream"
         self.multiplier = config.residual.multiplier
 
     @staticmethod
@@ -259,8 +253,10 @@ class Block(eqx.Module):
         mixer_keys, mlp_keys = jax.vmap(jax.random.split, out_axes=1)(
             jax.random.split(key, config.num_layers)
         )
-        blocks = eqx.filter_vmap(lambda _: Block(config))(mlp_keys)
-        makers: dict[str, Any] = {"attention": Attention, "recurrence": make_recurrence}
+        blocks = Block(config)
+        norms = "attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm"
+        makers: dict[str, Any] = dict.fromkeys(norms, lambda config, key: residual_norm(config))
+        makers |= {"attention": Attention, "recurrence": make_recurrence}
         if config.attention.latent.kv_rank is not None:
             makers["attention"] = LatentAttention
         makers["mlp"] = MLP if config.experts.num_experts is None else MoE

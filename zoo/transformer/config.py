@@ -185,6 +185,9 @@ class MixerConfig:
     """The mixer of each layer, repeated over the layers; of recurrences there is one kind."""
     recurrence: RecurrenceConfig = RecurrenceConfig()
     """Of gated_deltanet, mamba2 and mlstm."""
+    norm_placement: Literal["pre", "post", "both"] | None = None
+    """Where norms are in layers with a recurrence; as residual.norm_placement, which then is that
+    of layers with attention, if not given (Olmo-Hybrid)."""
 
     def __post_init__(self) -> None:
         configuration.check(self, "mixer.")
@@ -194,6 +197,11 @@ class MixerConfig:
             len(kinds) < 2,
             f"mixer.pattern={self.pattern} has {' and '.join(kinds)}: choose one of them, beside "
             "attention",
+        )
+        require(
+            self.norm_placement is None or len({*self.pattern}) == 2,
+            f"mixer.norm_placement={self.norm_placement!r}: is for layers with a recurrence beside "
+            f"others with attention, and mixer.pattern={self.pattern}; set residual.norm_placement",
         )
 
     @property
@@ -327,7 +335,14 @@ class Config:
 
     def _check_mixers(self) -> None:
         """Refuse attention and recurrences that layers can't have."""
-        kind = self.mixer.kind
+        kind, residual = self.mixer.kind, self.residual
+        require(
+            self.mixer.norm_placement is None
+            or (residual.norm_placement != "stream" and residual.parallel == "none"),
+            f"mixer.norm_placement={self.mixer.norm_placement!r}: goes with norms before the parts "
+            f"or after them, one behind another, and residual.norm_placement="
+            f"{residual.norm_placement!r}, parallel={residual.parallel!r}",
+        )
         self.mixer.recurrence.check(
             "mixer.recurrence.", kind or "attention", ("d_model", self.d_model)
         )
@@ -491,6 +506,14 @@ class Config:
             has |= {"shared_gate": experts} if self.experts.shared_gate else {}
         elif self.mlp != "none":
             has["mlp"] = [True] * self.num_layers
+        elsewhere = self.residual.norm_placement
+        of_recurrence = self.mixer.norm_placement or elsewhere
+        placed = [of_recurrence if x == "recurrence" else elsewhere for x in mixers]
+        before, after = [x in ("pre", "both") for x in placed], [x != "pre" for x in placed]
+        has |= {"attention_norm": before, "attention_out_norm": after}
+        if self.mlp != "none":
+            has |= {"mlp_out_norm": after}
+            has |= {"mlp_norm": before} if self.residual.parallel != "one_norm" else {}
         found = {name: tuple(i for i, x in enumerate(each) if x) for name, each in has.items()}
         return {name: layers for name, layers in found.items() if layers}
 

@@ -46,6 +46,9 @@ class RecurrenceConfig:
     """Steps that the causal convolution before the recurrence sees; mlstm has none."""
     negative_eigenvalues: bool = False
     """Let gated_deltanet write up to twice what it reads, so that a state may change its sign."""
+    norm_eps: float | None = None
+    """Constant that the norm of the output adds to the variance; that of the layer's other norms if
+    not given, and in a recurrent network 1e-6, or 1e-5 of mamba2."""
     chunk: int | None = may_differ(None)
     """Steps that are computed at once; 64 if not given, and 256 on a TPU."""
 
@@ -91,7 +94,7 @@ class RecurrenceConfig:
 
 _KINDS = "gated_deltanet", "mamba2", "mlstm"
 _FIELDS = {
-    **dict.fromkeys(("num_heads", "key_dim", "value_dim"), _KINDS),
+    **dict.fromkeys(("num_heads", "key_dim", "value_dim", "norm_eps"), _KINDS),
     **dict.fromkeys(("num_key_heads", "taps"), _KINDS[:2]),
     "negative_eigenvalues": _KINDS[:1],
 }
