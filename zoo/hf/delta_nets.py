@@ -71,7 +71,7 @@ class HeadSizes(Rule):
 
 
 @dataclass(frozen=True)
-class RotaryOrNone(Rule):
+class PositionsOrNone(Rule):
     """Rotary positions, or with a `rope_theta` of null in `rope_parameters` none."""
 
     rotary: Rotary
@@ -324,7 +324,7 @@ OLMO_HYBRID = decoder(
     rules=(
         *sizes(),
         ONLY_SILU,
-        RotaryOrNone(Rotary(max_seq_len=65536)),
+        PositionsOrNone(Rotary(max_seq_len=65536)),
         MIXERS,
         HeadSizes(),
         Same("linear_conv_kernel_dim", "mixer.recurrence.taps", 4),

@@ -59,7 +59,7 @@ class Weights:
 
 
 Read = Callable[[str, tuple[slice, ...]], np.ndarray]
-# A tensor that is made of others: what it is, and a slice of it, of slices of those.
+# A tensor that is made of others: what it is, and a slice of it, given slices of the others.
 Made = tuple[Stored, Callable[[tuple[slice, ...], Read], np.ndarray]]
 
 

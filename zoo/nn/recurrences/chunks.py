@@ -52,6 +52,9 @@ class RecurrenceConfig:
     chunk: int | None = may_differ(None)
     """Steps that are computed at once; 64 if not given, and 256 on a TPU."""
 
+    def __post_init__(self) -> None:
+        configuration.check(self, "recurrence.")
+
     def check(self, prefix: str, kind: str | None, width: tuple[str, int]) -> None:
         """Refuse what a recurrence of that kind can't have, in a layer of a width with that name.
 
@@ -60,7 +63,6 @@ class RecurrenceConfig:
         Raises:
             ValueError: it names the field and its value.
         """
-        configuration.check(self, prefix)
         configuration.check_positive(
             self, prefix, *(name for name in _FIELDS if name != "negative_eigenvalues"), "chunk"
         )
