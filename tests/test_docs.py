@@ -55,7 +55,7 @@ NOT_RUN = {
 
 FENCE = re.compile(r"^( *)```+ *([\w-]*)(?: +run=\"([^\"]+)\")? *(.*)$")
 OTHER_PROGRAMS = {"bash", "cd", "gcloud", "kubectl", "mkdocs", "mypy", "ruff", "sbatch", "tail"}
-OTHER_PROGRAMS |= {"ct2-transformers-converter"}
+OTHER_PROGRAMS |= {"ct2-transformers-converter", "llama-cli", "llama-server"}
 
 
 class Block(NamedTuple):

@@ -14,7 +14,7 @@ PACKAGES = {name.removesuffix("/__init__") for name in MODULES if name.endswith(
 # The rooms from the ground up; a module imports from its own room and from those before it.
 ROOMS = ["common", "sharding", "nn", "transformer", "rnn", "mlp", "bert", "wrappers"]
 ROOMS += ["quantization", "data", "training", "decoding", "publishing", "hf"]
-ROOMS += ["runs", "tasks", "alignment", "planning", "evaluation"]
+ROOMS += ["runs", "tasks", "alignment", "planning", "evaluation", "export"]
 ROOMS += ["__main__", "__init__"]
 FAMILIES = {"transformer", "rnn", "mlp", "bert"}
 # What serves models of any family knows none.
@@ -59,7 +59,7 @@ def test_all_imports_are_found(tmp_path: Path):
 def test_every_module_has_a_room():
     assert {room(name) for name in MODULES} == set(ROOMS)
     entries = [path.name for path in ZOO.iterdir() if path.name != "__pycache__"]
-    assert len(entries) <= 21, sorted(entries)
+    assert len(entries) <= 22, sorted(entries)
 
 
 # Lines of each room. What needs more raises its number here, in a commit that says why.
@@ -73,7 +73,7 @@ CEILINGS = {
     "bert": 200,
     "wrappers": 603,
     "quantization": 682,
-    "data": 6946,
+    "data": 6947,
     "training": 2730,
     "decoding": 1372,
     "publishing": 1807,
@@ -83,6 +83,7 @@ CEILINGS = {
     "alignment": 825,
     "planning": 3032,
     "evaluation": 1012,
+    "export": 863,
     "__main__": 140,
     "__init__": 140,
 }
@@ -99,8 +100,8 @@ def test_rooms_stay_below_their_ceilings():
 
 # Rooms around the core, which finds by `zoo.common.plugins` what they bring, and the modules that
 # are outside of it.
-AROUND = re.compile(r"\bzoo[./](quantization|hf|alignment|planning|evaluation)\b")
-OUTSIDE = re.compile(r"(quantization|hf|alignment|planning|evaluation)/|__(init|main)__$")
+AROUND = re.compile(r"\bzoo[./](quantization|hf|alignment|planning|evaluation|export)\b")
+OUTSIDE = re.compile(r"(quantization|hf|alignment|planning|evaluation|export)/|__(init|main)__$")
 
 
 def rooms_around_in(program: str) -> set[str]:

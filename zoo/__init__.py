@@ -25,6 +25,7 @@ plugins.register(
     "zoo.commands",
     plan="zoo.planning.command:main",
     eval="zoo.evaluation.command:main",
+    export="zoo.export.command:main",
 )
 
 if TYPE_CHECKING:

@@ -55,7 +55,7 @@ class ChatTemplate:
         now: datetime.datetime | None = None,
         special_tokens: Reading = "text",
     ):
-        source = _source(tokenizer)
+        source = template_source(tokenizer)
         if source is None:
             raise ValueError(
                 "the model's tokenizer has no chat template (chat_template in "
@@ -176,7 +176,8 @@ def _refuse(message: str) -> None:
     raise Refusal(message)
 
 
-def _source(tokenizer: Tokenizer) -> str | None:
+def template_source(tokenizer: Tokenizer) -> str | None:
+    """The source of a tokenizer's chat template; None without one."""
     if not isinstance(tokenizer, BPETokenizer):
         return None
     if CHAT_TEMPLATE_NAME in tokenizer.files:
@@ -189,7 +190,7 @@ def _source(tokenizer: Tokenizer) -> str | None:
 
 def writes_time(tokenizer: Tokenizer) -> bool:
     """Whether a tokenizer has a chat template that writes the time."""
-    return "strftime_now" in (_source(tokenizer) or "")
+    return "strftime_now" in (template_source(tokenizer) or "")
 
 
 def with_chat_template(tokenizer: Tokenizer, path: str) -> Tokenizer:

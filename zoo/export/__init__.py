@@ -1,0 +1,1 @@
+"""Models for other engines: GGUF for llama.cpp, and programs of StableHLO."""

@@ -1,0 +1,284 @@
+"""GGUF, the files of llama.cpp: a model's tensors under its names, numbers and tokenizer."""
+
+import logging
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+
+from zoo.data.tokenizer import Tokenizer
+from zoo.export import gguf_tokens
+from zoo.export.architectures import Target, notes, numbers, target_of, wave_factors
+from zoo.hf.folder import family_of
+from zoo.publishing import PublishError
+from zoo.publishing.tensors import parameters
+from zoo.sharding.placement import gathered
+from zoo.transformer.model import Transformer
+
+Type = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
+BLOCK = 32  # values that share a scale
+logger = logging.getLogger(__name__)
+# The parameters by llama.cpp's names; of several the first that the architecture has: some have the
+# norm before the MLP under the name of one behind attention.
+_TENSORS = """
+embedding.weight                 TOKEN_EMBD
+position_embedding.weight        POS_EMBD
+final_norm.scale                 OUTPUT_NORM
+final_norm.bias                  OUTPUT_NORM.bias
+head.weight                      OUTPUT
+head.bias                        OUTPUT.bias
+blocks.attention_norm.scale      ATTN_NORM
+blocks.attention_norm.bias       ATTN_NORM.bias
+blocks.attention_out_norm.scale  ATTN_POST_NORM
+blocks.mlp_norm.scale            FFN_NORM FFN_PRE_NORM ATTN_POST_NORM
+blocks.mlp_norm.bias             FFN_NORM.bias
+blocks.mlp_out_norm.scale        FFN_POST_NORM
+blocks.attention.wq              ATTN_Q
+blocks.attention.wk              ATTN_K
+blocks.attention.wv              ATTN_V
+blocks.attention.wo              ATTN_OUT
+blocks.attention.bq              ATTN_Q.bias
+blocks.attention.bk              ATTN_K.bias
+blocks.attention.bv              ATTN_V.bias
+blocks.attention.bo              ATTN_OUT.bias
+blocks.attention.q_norm.scale    ATTN_Q_NORM
+blocks.attention.k_norm.scale    ATTN_K_NORM
+blocks.attention.sinks           ATTN_SINKS
+blocks.mlp.w_gate                FFN_GATE
+blocks.mlp.w_up                  FFN_UP
+blocks.mlp.w_down                FFN_DOWN
+blocks.mlp.b_gate                FFN_GATE.bias
+blocks.mlp.b_up                  FFN_UP.bias
+blocks.mlp.b_down                FFN_DOWN.bias
+blocks.mlp.router                FFN_GATE_INP
+blocks.mlp.b_router              FFN_GATE_INP.bias
+blocks.mlp.bias.value            FFN_EXP_PROBS_B.bias
+blocks.dense_mlp.w_gate          FFN_GATE
+blocks.dense_mlp.w_up            FFN_UP
+blocks.dense_mlp.w_down          FFN_DOWN
+blocks.shared_mlp.w_gate         FFN_GATE_SHEXP
+blocks.shared_mlp.w_up           FFN_UP_SHEXP
+blocks.shared_mlp.w_down         FFN_DOWN_SHEXP
+blocks.shared_gate               FFN_GATE_INP_SHEXP
+"""
+_NAMES = {row.split()[0]: row.split()[1:] for row in filter(None, _TENSORS.splitlines())}
+# One tensor for several, one behind another, where an architecture lacks the first of them.
+_JOINED = {"ATTN_QKV": ("ATTN_Q", "ATTN_K", "ATTN_V"), "FFN_UP": ("FFN_GATE", "FFN_UP")}
+
+
+class Part(NamedTuple):
+    """A parameter, or its share of one layer, that is a tensor or a part of one."""
+
+    path: str
+    layer: int | None
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model, and the architecture that it goes out as."""
+
+    model: Transformer
+    target: Target
+    gguf: ModuleType
+
+    @cached_property
+    def arrays(self) -> dict[str, Any]:
+        """The parameters by their paths."""
+        return parameters(self.model)
+
+    def tensors(self) -> dict[str, list[Part]]:
+        """The parts of each tensor, by its name.
+
+        Raises:
+            PublishError: the architecture has no place for a parameter.
+        """
+        constants = self.gguf.constants
+        arch = {name: x for x, name in constants.MODEL_ARCH_NAMES.items()}[self.target.name]
+        known = {constants.MODEL_TENSOR(x).name for x in constants.MODEL_TENSORS[arch]}
+        found: dict[str, list[Part]] = {}
+        for path in sorted(self.arrays, key=lambda path: [*_NAMES, path].index(path)):
+            name, suffix = self._name(path, known)
+            template = constants.TENSOR_NAMES[constants.MODEL_TENSOR[name]]
+            layers: Any = [None]
+            if path.startswith("blocks."):
+                own = self.model.config.own.get(path.split(".")[1])
+                layers = own or range(self.model.config.num_layers)
+            for place, layer in enumerate(layers):
+                part = Part(path, None if layer is None else place)
+                found.setdefault(f"{template.format(bid=layer)}.{suffix}", []).append(part)
+        if self.model.head is None and self.target.head:
+            found["output.weight"] = [Part("embedding.weight", None)]
+        return found
+
+    def _name(self, path: str, known: set[str]) -> tuple[str, str]:
+        """The name of a parameter's tensor, and its suffix."""
+        of_experts = path.startswith(("blocks.mlp.w_", "blocks.mlp.b_")) and "router" not in path
+        for choice in _NAMES.get(path, []):
+            name, _, suffix = choice.partition(".")
+            if of_experts and self.model.config.experts.num_experts is not None:
+                name += "_EXP"
+            for joined, parts in _JOINED.items():
+                if name in parts and parts[0] not in known:
+                    name = joined
+            if name in known:
+                return name, suffix or "weight"
+        raise PublishError(
+            f"llama.cpp's architecture {self.target.name!r} has no place for {path}: take the "
+            "folder of Hugging Face's format to another engine"
+        )
+
+    def shape(self, parts: list[Part]) -> tuple[int, ...]:
+        """The shape of a tensor: […, out, in]."""
+        shapes = []
+        for path, layer in parts:
+            shape = self.arrays[path].shape[layer is not None :]
+            like = jax.ShapeDtypeStruct(shape, np.float32)
+            shapes.append(jax.eval_shape(lambda x, path=path: self._turned(path, x), like).shape)
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    def read(self, parts: list[Part]) -> np.ndarray:
+        """A tensor, in float32."""
+        read = []
+        for path, layer in parts:
+            array = self.arrays[path]
+            whole: list[Any] = [slice(None)] * array.ndim
+            index = whole if layer is None else [layer, *whole[1:]]
+            x = np.asarray(gathered(array, tuple(index)), np.float32)
+            read.append(self._turned(path, x))
+        return np.concatenate(read) if len(read) > 1 else np.ascontiguousarray(read[0])
+
+    def _turned(self, path: str, x: Any) -> Any:
+        """A parameter of a layer as llama.cpp has it: [out, in], rotary pairs in its order."""
+        config, name = self.model.config, path.rpartition(".")[2]
+        if name == "scale" and config.residual.norm.endswith("offset"):
+            return x + 1
+        if path.startswith("blocks.attention."):
+            if name in ("wq", "wk", "bq", "bk") and self.target.interleaved:
+                x = x[..., self._pairs]
+            if name in ("wq", "wk", "wv"):
+                return x.reshape(x.shape[0], -1).T
+            return x.reshape(-1, x.shape[-1]).T if name == "wo" else x.ravel()
+        if path == "blocks.shared_gate":
+            return x.ravel()
+        as_is = x.ndim < 2 or name.startswith("b_") or "embedding" in path
+        return x if as_is else x.swapaxes(-1, -2)
+
+    @cached_property
+    def _pairs(self) -> np.ndarray:
+        """The features of a head, with the two of each rotary pair side by side."""
+        config = self.model.config
+        size = config.rotary_size if config.positions.kind == "rotary" else 0
+        rotating = np.arange(size).reshape(2, -1).T.ravel()
+        return np.concatenate([rotating, np.arange(size, config.head_size)])
+
+
+def write(
+    path: Path, model: Any, *, name: str, type: Type, tokenizer: Tokenizer | None
+) -> list[str]:
+    """Write a model as a GGUF file: all of it or nothing.
+
+    Matrices are of `type`, and norms, biases, routers and tables of positions float32. With "q8_0"
+    and "q4_0" rows that 32 does not divide are float16, and with "q4_0" the embedding and the head
+    are "q8_0". Without a `tokenizer` the file has none: the engine takes and gives ids.
+
+    Returns what the file does otherwise than the model, in sentences.
+
+    Raises:
+        PublishError: llama.cpp has no such model, or no such tokenizer; nothing is written.
+    """
+    gguf = package()
+    family = family_of(model)
+    if not isinstance(model, Transformer):
+        raise PublishError(f"a model of the type {family.model_type!r} can't go out as GGUF")
+    source = Source(model, target_of(family.model_type, model.config), gguf)
+    tensors, waves = source.tensors(), wave_factors(model.config)
+    shared = source.arrays.get("blocks.shared_mlp.w_gate")
+    shared_size = None if shared is None else shared.shape[-1]
+    arch = source.target.name
+    values: dict[str, Any] = {
+        "general.name": name,
+        "general.file_type": int(
+            gguf.LlamaFileType[f"{'ALL' if type == 'f32' else 'MOSTLY'}_{type.upper()}"]
+        ),
+    }
+    values |= {
+        f"{arch}.{x}": y for x, y in numbers(source.target, model.config, shared_size).items()
+    }
+    described, other = gguf_tokens.describe(tokenizer, model.config, gguf.TokenType)
+    if type in ("q8_0", "q4_0"):
+        values["general.quantization_version"] = gguf.GGML_QUANT_VERSION
+    unfinished = path.with_name(f".{path.name}.partial")
+    writer = gguf.GGUFWriter(None, arch)
+    for key, value in {**values, **described}.items():
+        add_value(writer, key, value)
+    kinds = {}
+    for key, parts in tensors.items():
+        shape = source.shape(parts)
+        kinds[key] = _kind(key, shape, type)
+        _announce(writer, gguf, key, shape, kinds[key])
+    for key, factors in waves.items():
+        _announce(writer, gguf, key, factors.shape, "f32")
+    try:
+        writer.write_header_to_file(unfinished)
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for key, parts in tensors.items():
+            kind = gguf.GGMLQuantizationType[kinds[key].upper()]
+            writer.write_tensor_data(gguf.quantize(source.read(parts), kind))
+        for factors in waves.values():
+            writer.write_tensor_data(factors)
+        writer.close()
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return notes(source.target, model.config) + other
+
+
+def package() -> ModuleType:
+    """The package that writes GGUF.
+
+    Raises:
+        PublishError: it is not installed.
+    """
+    try:
+        import gguf
+    except ImportError as error:
+        raise PublishError("GGUF is written by a package: pip install 'zoo[gguf]'") from error
+    return gguf
+
+
+def _kind(name: str, shape: tuple[int, ...], type: Type) -> Type:
+    """How the values of a tensor are stored."""
+    if len(shape) == 1 or name.endswith(".bias") or "ffn_gate_inp" in name or "position" in name:
+        return "f32"
+    if type not in ("q8_0", "q4_0"):
+        return type
+    if shape[-1] % BLOCK:
+        logger.warning("%s: 32 does not divide its rows of %d, which are float16", name, shape[-1])
+        return "f16"
+    return "q8_0" if name in ("token_embd.weight", "output.weight") else type
+
+
+def _announce(writer: Any, gguf: ModuleType, name: str, shape: tuple[int, ...], kind: Type) -> None:
+    """Tell the writer of a tensor whose values follow."""
+    if kind in ("f32", "f16"):
+        dtype = np.dtype(f"float{kind[1:]}")
+        writer.add_tensor_info(name, shape, dtype, int(np.prod(shape)) * dtype.itemsize)
+        return
+    of_values = gguf.GGMLQuantizationType[kind.upper()]
+    of_bytes = gguf.quant_shape_to_byte_shape(shape, of_values)
+    writer.add_tensor_info(name, of_bytes, np.dtype(np.uint8), int(np.prod(of_bytes)), of_values)
+
+
+def add_value(writer: Any, key: str, value: Any) -> None:
+    """Give the writer a value of the metadata, in the type of Python's."""
+    if key == "tokenizer.chat_template":
+        writer.add_chat_template(value)  # several become keys of their own
+        return
+    kinds = {bool: "bool", int: "uint32", float: "float32", str: "string", list: "array"}
+    getattr(writer, f"add_{kinds[type(value)]}")(key, value)
