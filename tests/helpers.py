@@ -101,6 +101,31 @@ def drawn_rnn(cell: str, **changes: Any) -> rnn.RNN:
     return drawn_model(lambda key: rnn.RNN(config, key=key), 0.6)
 
 
+def bert_config(vocab_size: int, **changes: Any) -> transformer.Config:
+    """An encoder with the parts of BERT's, but for the head."""
+    parts = {
+        "mlp": "gelu_erf",
+        "bias": True,
+        "causal": False,
+        "residual.norm": "layer",
+        "residual.norm_placement": "stream",
+        "residual.final_norm": False,
+        "positions.kind": "learned",
+        "encoder.embedding_norm": True,
+        "encoder.num_token_types": 2,
+        "encoder.head": "none",
+        "d_model": 24,
+        "num_layers": 1,
+        "num_heads": 4,
+    }
+    return configuration.replaced(transformer.Config(vocab_size), {**parts, **changes})
+
+
+def make_bert(vocab_size: int, **changes: Any) -> Callable[[Any], transformer.Transformer]:
+    config = bert_config(vocab_size, **changes)
+    return lambda key: transformer.Transformer(config, key=key)
+
+
 def drawn_model(make_model: Callable[[Any], Any], scale: float = 0.2) -> Any:
     """Any model likewise."""
     rng = np.random.default_rng(0)

@@ -29,7 +29,6 @@ plugins.register(
 )
 
 if TYPE_CHECKING:
-    from zoo import bert as bert
     from zoo import hf as hf
     from zoo import mlp as mlp
     from zoo import rnn as rnn
@@ -88,7 +87,7 @@ if TYPE_CHECKING:
 
 # The same imports, by modules: made at the first use of a name (tests/test_layering.py compares).
 _HOMES = {
-    "zoo": "bert hf mlp rnn sharding transformer",
+    "zoo": "hf mlp rnn sharding transformer",
     "zoo.alignment": "distillation preferences",
     "zoo.alignment.pairs": "PairDataset",
     "zoo.common.configuration": "may_differ",

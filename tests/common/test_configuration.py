@@ -18,7 +18,7 @@ import recipes.generate
 import recipes.lm
 import recipes.mlp
 import recipes.rnn
-from zoo import Sampling, bert, lora, mlp, rnn, tabular, text, transformer
+from zoo import Sampling, lora, mlp, rnn, tabular, text, transformer
 from zoo.alignment import distillation
 from zoo.common import configuration
 from zoo.tasks import finetuning
@@ -29,12 +29,12 @@ CONFIGS = {
     "transformer": transformer.Config(vocab_size=8, d_model=16, num_layers=1, num_heads=2),
     "rnn": rnn.Config(vocab_size=8, hidden_size=4),
     "mlp": mlp.Config(in_size=2, out_size=2),
-    "bert": bert.Config(vocab_size=8, d_model=24, num_layers=1),
 }
 OTHERS: dict[str, Any] = {
     "attention": transformer.AttentionConfig(),
     "positions": transformer.PositionsConfig(),
     "residual": transformer.ResidualConfig(),
+    "encoder": transformer.EncoderConfig(),
     "lora": lora.Config(),
     "sampling": Sampling(),
 }
@@ -78,7 +78,7 @@ def test_values_of_wrong_type_are_refused(name: str):
         ("sampling", {"temperature": "warm"}, "temperature='warm': must be a finite number or"),
         ("sampling", {"stop_tokens": [1.5]}, r"stop_tokens=\(1.5,\): must be a tuple, of an"),
         ("sampling", {"logit_bias": {1: "a"}}, r"logit_bias\[1\]='a': must be a finite number"),
-        ("bert", {"mlp": "swiglu"}, "mlp='swiglu': choose one of .*'gelu', 'gelu_erf'"),
+        ("encoder", {"num_token_types": -1}, "encoder.num_token_types=-1: must be 0 at least"),
     ],
     ids=str,
 )
@@ -224,7 +224,6 @@ RECIPES = [
     recipes.mlp.Config(),
     recipes.finetune.Config(),
     recipes.generate.Config(),
-    bert.Config(vocab_size=8),
 ]
 
 
@@ -270,9 +269,6 @@ def test_non_finite_numbers_are_refused():
 def test_model_constants_must_be_positive(name: str, value: float):
     with pytest.raises(ValueError, match=rf"^{name}={value}: must be positive"):
         configuration.replaced(transformer.Config(vocab_size=8), {name: value})
-    if name == "residual.norm_eps":
-        with pytest.raises(ValueError, match=rf"^norm_eps={value}: must be positive"):
-            bert.Config(vocab_size=8, norm_eps=value)
 
 
 @pytest.mark.parametrize("token", [-1, 8])

@@ -11,6 +11,7 @@ import copy
 import importlib.util
 import json
 import math
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -378,22 +379,53 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "chunk_size": SEQ,
         },
     ),
-    "bert": ("Bert", {"type_vocab_size": 3}),
+    "bert": ("BertModel", {"type_vocab_size": 3}),
+    "bert_masked": ("BertForMaskedLM", {"hidden_act": "gelu_new"}),
+    "roberta": ("RobertaForMaskedLM", {"type_vocab_size": 1}),
+    "roberta_bare": ("RobertaModel", {"type_vocab_size": 2, "pad_token_id": 0}),
+    "distilbert": ("DistilBertForMaskedLM", {}),
+    "distilbert_relu": ("DistilBertForMaskedLM", {"activation": "relu"}),
+    "esm": ("EsmForMaskedLM", {"token_dropout": True, "layer_norm_eps": 1e-5}),
+    "esm_plain": ("EsmForMaskedLM", {"emb_layer_norm_before": True, "rope_theta": 100.0}),
+    "modernbert": ("ModernBertForMaskedLM", {"num_hidden_layers": 4, "local_attention": 6}),
+    "modernbert_biases": (
+        "ModernBertForMaskedLM",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "local_attention": 9,
+            "norm_bias": True,
+            "attention_bias": True,
+            "classifier_bias": True,
+            "decoder_bias": False,
+        },
+    ),
+    "modernbert_bare": ("ModernBertModel", {"num_hidden_layers": 1}),
+}
+PAD, MASK = 1, 4  # of encoders
+# Sizes of encoders, in the names of their families.
+ENCODERS = {x: y for x, y in SIZES.items() if x != "num_key_value_heads"} | {"pad_token_id": PAD}
+DISTILBERT = {"dim": 24, "hidden_dim": 27, "n_layers": 2, "n_heads": 4, "vocab_size": 53}
+ENCODERS_OF = {
+    "DistilBert": DISTILBERT | {"max_position_embeddings": 64, "pad_token_id": PAD},
+    "Esm": ENCODERS | {"position_embedding_type": "rotary", "mask_token_id": MASK},
+    "ModernBert": ENCODERS | dict.fromkeys(("cls_token_id", "sep_token_id")),
 }
 SHARDED = ("mistral", "mixtral")
 
 
 def make(name: str) -> torch.nn.Module:
     kind, changes = CASES[name]
-    family = kind.removesuffix("For").removesuffix("LMHead")
-    suffix = {"GPT2LMHead": "Model", "Bert": "Model"}.get(kind, "CausalLM")
+    family = re.sub("(For|LMHead|ForMaskedLM|Model)$", "", kind)
+    is_encoder = kind.endswith(("MaskedLM", "Model"))
+    suffix = {"GPT2LMHead": "Model"}.get(kind, "" if is_encoder else "CausalLM")
     is_text = family in ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
     config_name = f"{family}TextConfig" if is_text else f"{family}Config"
     sizes = dict(GPTS.get(name, SIZES))
     if family == "GPT2":
         sizes = {"n_positions": 64, "n_layer": 2, "bos_token_id": None, "eos_token_id": None}
-    if family == "Bert":
-        sizes.pop("num_key_value_heads")
+    if is_encoder:
+        sizes = ENCODERS_OF.get(family, ENCODERS)
     if family in ("Mamba2", "xLSTM"):
         sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
         sizes |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
@@ -428,22 +460,28 @@ def golden(model: torch.nn.Module, is_encoder: bool) -> dict[str, np.ndarray]:
     tokens = rng.integers(0, model.config.vocab_size, (BATCH, SEQ))
     inputs: dict[str, Any] = {"input_ids": tokens}
     arrays = {"tokens": tokens.astype(np.int32)}
+    counted = np.ones((BATCH, SEQ), bool)
     if is_encoder:
-        mask = np.arange(SEQ)[None] < np.array([[SEQ], [SEQ - 9]])
-        types = rng.integers(0, model.config.type_vocab_size, (BATCH, SEQ))
-        inputs |= {"attention_mask": mask.astype(np.int64), "token_type_ids": types}
-        arrays |= {"mask": mask, "token_types": types.astype(np.int32)}
+        counted = mask = np.arange(SEQ)[None] < np.array([[SEQ], [SEQ - 9]])
+        pad = model.config.pad_token_id or 0
+        inputs["input_ids"] = tokens = np.where(mask, np.where(tokens == pad, MASK, tokens), pad)
+        arrays["tokens"] = tokens.astype(np.int32)
+        inputs["attention_mask"] = mask.astype(np.int64)
+        arrays["mask"] = mask
+        if getattr(model.config, "type_vocab_size", 0):
+            types = rng.integers(0, model.config.type_vocab_size, (BATCH, SEQ))
+            inputs["token_type_ids"] = types
+            arrays["token_types"] = types.astype(np.int32)
     inputs = {name: torch.from_numpy(x) for name, x in inputs.items()}
     with torch.no_grad():
         out = model(**inputs)
-    if is_encoder:
-        return arrays | {
-            "hidden": out.last_hidden_state.numpy(),
-            "pooled": out.pooler_output.numpy(),
-        }
+    if not hasattr(out, "logits"):
+        pooled = {"pooled": out.pooler_output.numpy()} if hasattr(out, "pooler_output") else {}
+        return arrays | {"hidden": out.last_hidden_state.numpy()} | pooled
     arrays["logits"] = out.logits.float().numpy()
     # Of the sum of the logits, each times a number that the tests draw too.
-    weights = torch.from_numpy(np.random.default_rng(1).normal(size=arrays["logits"].shape))
+    weights = np.random.default_rng(1).normal(size=arrays["logits"].shape) * counted[:, :, None]
+    weights = torch.from_numpy(weights)
     table = model.get_input_embeddings().weight
     total = (model(**inputs).logits * weights).sum()
     return arrays | {"gradient": torch.autograd.grad(total, table)[0].float().numpy()}
@@ -514,7 +552,7 @@ def main() -> None:
             as_published(model, folder)
         # A delta net makes much of small differences: of PyTorch's own in fp32, up to 1e-4.
         model = model.double() if hasattr(model.config, "linear_num_key_heads") else model
-        arrays = golden(model, is_encoder=name == "bert")
+        arrays = golden(model, is_encoder=CASES[name][0].endswith(("MaskedLM", "Model")))
         np.savez_compressed(folder / "golden.npz", **arrays)
         top = max(np.abs(arrays[x]).max() for x in arrays if x in ("logits", "hidden"))
         files = sum(path.stat().st_size for path in folder.iterdir())

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import covering, flash, value_and_gradients
+from helpers import bert_config, covering, flash, value_and_gradients
 
 import zoo
-from zoo import bert, mlp, sharding
+from zoo import mlp, sharding
 from zoo.common import configuration
 from zoo.nn.attention import attention, masks
 from zoo.nn.attention.chunked import Chunked
@@ -409,7 +409,7 @@ def rnn_of(**options: Any) -> Any:
 
 def classifier(key: Any) -> Any:
     sizes: Any = {"vocab_size": 32, "d_model": 32, "num_layers": 2, "num_heads": 4}
-    body = bert.BERT(bert.Config(**sizes, max_seq_len=64), key=key)
+    body = zoo.transformer.Transformer(bert_config(**sizes, max_seq_len=64), key=key)
     return Classifier(body, 4, key=key)
 
 

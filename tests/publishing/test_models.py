@@ -16,12 +16,12 @@ import jaxtyping
 import numpy as np
 import pytest
 import safetensors.numpy
-from helpers import VOCAB, FetchedSizes, arrays, drawn_transformer
+from helpers import VOCAB, FetchedSizes, arrays, drawn_transformer, make_bert
 from jax.experimental.layout import Format, Layout
 from jaxtyping import Array, Float, Int
 
 import zoo
-from zoo import bert, lora, mlp, rnn, sharding, transformer
+from zoo import lora, mlp, rnn, sharding, transformer
 from zoo.common import checksums, configuration
 from zoo.nn import parameters
 from zoo.publishing import PublishError, families, models, tensors
@@ -373,9 +373,8 @@ def ensemble() -> Ensemble:
     return Ensemble(lambda key: small(), 2, key=jax.random.key(1))
 
 
-def bert_model() -> bert.BERT:
-    config = bert.Config(vocab_size=8, d_model=24, num_layers=1)
-    return bert.BERT(config, key=jax.random.key(0))
+def bert_model() -> transformer.Transformer:
+    return make_bert(8)(jax.random.key(0))
 
 
 DAMAGE = {
@@ -444,7 +443,7 @@ def test_malformed_configurations_are_refused_or_harmless(tmp_path, monkeypatch,
         ({"width": 3, "zoo": "9.9"}, "no field width .*hidden_size.*version '9.9'"),
         ({"num_classes": "3"}, "num_classes='3': must be an integer"),
         ({"config": [1]}, r"config=\[1\]: must be"),
-        ({"family": ...}, "family None is unknown; known are bert, "),
+        ({"family": ...}, "family None is unknown; known are mlp, "),
         ({"family": ["zoo.rnn.RNN"]}, r"family \['zoo.rnn.RNN'\] is unknown"),
         ({"cell": "foo"}, "cell='foo': choose one of .*'lstm', 'gru'"),
         ({"bidirectional": "false"}, "bidirectional='false': must be True or False"),
@@ -591,7 +590,6 @@ def test_loaded_models_take_other_values_for_training(tmp_path: Path):
 def test_fields_that_can_be_overridden_change_no_parameter():
     others = {bool: False, int: 3, float: 0.5}
     made = {
-        "bert": bert.Config(16, d_model=8, num_layers=1, num_heads=2),
         "mlp": mlp.Config(3, 2, hidden_size=4),
         "rnn": rnn.Config(16, hidden_size=4),
         "transformer": transformer.Config(16, d_model=8, num_layers=1, num_heads=2),

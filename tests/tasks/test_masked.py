@@ -80,3 +80,21 @@ def test_bytes_and_mixtures_have_no_mask(corpus, tmp_path):
         train(tmp_path / "bytes", corpus, "--data.tokenizer=bytes")
     with pytest.raises(ValueError, match=r"data.files='a="):
         train(tmp_path / "mixture", corpus, f"--data=a={corpus[0].partition('=')[2]}")
+
+
+def test_masks_of_a_sentence_are_filled(corpus, tmp_path):
+    train(tmp_path / "run", corpus)
+    folder = tmp_path / "run" / "model"
+    model, tokenizer = zoo.load(folder), zoo.masked.tokenizer_of(str(folder))
+    mask = tokenizer.tokens["mask_token"]
+    found = zoo.masked.fill(model, tokenizer, f"aaa1 {mask} ccc{mask}", top=3)
+    ids = tokenizer.tokenizer.encode(f"aaa1 {mask} ccc{mask}").ids
+    logits = np.asarray(model(jnp.asarray([ids])))[0]
+    places = [i for i, id in enumerate(ids) if tokenizer.tokenizer.id_to_token(id) == mask]
+    assert len(found) == len(places) == 2
+    for place, likeliest in zip(places, found, strict=True):
+        shares = np.exp(logits[place] - logits[place].max())
+        want = np.sort(shares / shares.sum())[::-1][:3]
+        np.testing.assert_allclose([share for _, share in likeliest], want, rtol=1e-3)
+    with pytest.raises(ValueError, match="text='aaa1': has no"):
+        zoo.masked.fill(model, tokenizer, "aaa1")

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import arrays, drawn_transformer, make_transformer, token_batch
+from helpers import arrays, drawn_transformer, make_bert, make_transformer, token_batch
 from jaxtyping import Array, Float
 
 import zoo
 from benchmarks import mup
-from zoo import bert, mlp, optimizers, rnn, sharding
+from zoo import mlp, optimizers, rnn, sharding
 from zoo.common import configuration
 from zoo.sharding.axes import is_parameter, keystr
 from zoo.training import parametrization
@@ -124,8 +124,8 @@ def test_mlp_factors(residual: bool):
 
 
 def test_factors_of_wrapped_models():
-    config = bert.Config(vocab_size=64, d_model=32, num_layers=2, num_heads=4, pooler=False)
-    by_path = found(lambda key: Classifier(bert.BERT(config, key=key), 3, key=key), 8)
+    make = make_bert(64, d_model=32, num_layers=2)
+    by_path = found(lambda key: Classifier(make(key), 3, key=key), 8)
     assert by_path["body.blocks.attention.wq"] == HIDDEN
     assert by_path["body.type_embedding.weight"] == SAME
     assert by_path["head.weight"] == OUTPUT

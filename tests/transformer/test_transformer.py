@@ -243,6 +243,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "residual.parallel": "one_norm",
     },
     "experts": {"experts.num_experts": 4, "experts.per_token": 2, "d_ff": 12},
+    "masked encoder": {
+        "causal": False,
+        "mlp": "geglu_erf",
+        "num_layers": 3,
+        "head_bias": True,
+        "tie_embeddings": True,
+        "residual.norm": "layer",
+        "residual.norm_bias": True,
+        "encoder.embedding_norm": True,
+        "encoder.first_norm": False,
+        "encoder.mask_id": 3,
+        "encoder.head": "transformed",
+    },
 }
 
 
@@ -272,10 +285,11 @@ def test_flops_count_weights_and_attention(name: str):
         else (2, shape[0], *shape[2:])
         for path, shape in shapes.items()
         if path.rpartition(".")[2] in products
+        or path == "transform.dense.weight"
         or path == ("embedding.weight" if config.tie_embeddings else "head.weight")
     ]
     # A window of five; or all twelve keys, of which a causal query sees half; and two layers.
-    keys = {"biased": 2 * 5, "encoder": 2 * 12} | dict.fromkeys(
+    keys = {"biased": 2 * 5, "encoder": 2 * 12, "masked encoder": 3 * 12} | dict.fromkeys(
         ("both norms", "no positions, parallel"), 5 + 6 + 5
     )
     keys = keys.get(name, 2 * 6)
@@ -347,7 +361,8 @@ def test_call_options_are_checked():
         ({"attention.window": 0}, "attention.window=0"),
         ({"attention.clip": 0.0}, "attention.clip=0.0"),
         ({"positions.pattern": ()}, r"positions.pattern=\(\)"),
-        ({"head_bias": True, "tie_embeddings": True}, "head_bias=True: is of a head"),
+        ({"encoder.head": "none", "tie_embeddings": True}, "encoder.head=.none.: has neither"),
+        ({"encoder.first_norm": False, "residual.norm_placement": "post"}, "encoder.first_norm"),
         (
             {"residual.parallel": "one_norm", "residual.norm_placement": "both"},
             "residual.parallel='one_norm'",

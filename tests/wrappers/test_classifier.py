@@ -4,10 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import VOCAB, arrays, drawn_transformer
+from helpers import VOCAB, arrays, drawn_transformer, make_bert
 
 import zoo
-from zoo import bert, losses, mlp, rnn
+from zoo import losses, mlp, rnn
 from zoo.nn.layers import Embedding, Linear
 from zoo.nn.precision import in_precision
 from zoo.wrappers.classifier import Classifier
@@ -16,9 +16,7 @@ KEY = jax.random.key(0)
 BODIES = {
     "decoder": lambda: drawn_transformer(),
     "encoder": lambda: drawn_transformer(causal=False),
-    "bert": lambda: bert.BERT(
-        bert.Config(VOCAB, d_model=32, num_layers=1, num_heads=4, max_seq_len=32), key=KEY
-    ),
+    "bert": lambda: make_bert(VOCAB, d_model=32, max_seq_len=32)(KEY),
     "rnn": lambda: rnn.RNN(rnn.Config(VOCAB, hidden_size=32, num_layers=1), key=KEY),
     "two-way rnn": lambda: rnn.RNN(
         rnn.Config(VOCAB, hidden_size=16, num_layers=1, bidirectional=True), key=KEY

@@ -19,6 +19,7 @@ from helpers import (
     drawn_transformer,
     equations,
     labelled_batch,
+    make_bert,
     make_mlp,
     make_rnn,
     make_transformer,
@@ -27,7 +28,7 @@ from helpers import (
 from jaxtyping import Array, Float
 
 import zoo
-from zoo import bert, ensemble, lora, losses, mlp, sharding
+from zoo import ensemble, lora, losses, mlp, sharding
 from zoo.nn import parameters, products
 from zoo.nn.products import matmul
 from zoo.publishing import PublishError
@@ -426,8 +427,7 @@ def bert_loss(model, batch, key):
 
 
 def bert_model():
-    sizes = {"d_model": 32, "num_layers": 2, "num_heads": 4, "max_seq_len": 32}
-    return drawn_model(lambda key: bert.BERT(bert.Config(64, **sizes), key=key))
+    return drawn_model(make_bert(64, d_model=32, num_layers=2, max_seq_len=32))
 
 
 def mlp_members():

@@ -252,7 +252,7 @@ class AttentionDecoder(eqx.Module):
             self.model.blocks,
             (x_BTE, self._stacks(shapes, x_BTE.dtype)),
             own=config.own,
-            first=config.experts.first_dense,
+            first=config.num_first,
             scan=config.scan_layers,
         )
         layers: list[LayerCache | RecurrentCache] = []

@@ -29,6 +29,7 @@ from zoo.transformer.config import AttentionConfig
 from zoo.transformer.rotary import PositionsConfig
 
 LOAD_BIAS_RATE = 0.001  # of DeepSeek-V3; config.json has none
+HEADLESS = {"encoder.head": "none", "tie_embeddings": False, "head_bias": False}
 LAYER = "layer"  # the name of the first axis of stacked layers
 Range = tuple[int, int]
 Index = tuple[slice, ...]
@@ -322,8 +323,13 @@ class Family:
     `{num_layers}` in such a name is that number."""
     as_published: Callable[[Any, Weights], Weights] | None = None
     """The tensors of a file in the names of `tensors`, where programs write others."""
-    by_tensors: Mapping[str, str] = field(default_factory=dict)
-    """Fields of the `Config` that are true where the name of a tensor has this in it."""
+    bare: str = ""
+    """The class in transformers of such a model without an output head, if there are such; its
+    tensors have no prefix."""
+    of_head: str = ""
+    """What is in the names of that head's tensors."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Tensors that may repeat another one."""
 
     def places(self, config: Any) -> Mapping[str, Tensor]:
         """The place of each parameter of a model."""
@@ -333,9 +339,15 @@ class Family:
         return {**self.tensors, **self.without_experts}
 
     def read(
-        self, values: Mapping[str, Any], where: str, allowed: Collection[str] | None = ()
+        self,
+        values: Mapping[str, Any],
+        where: str,
+        allowed: Collection[str] | None = (),
+        names: Collection[str] | None = None,
     ) -> Any:
         """The `Config` of the content of a `config.json`; `allowed` as for `Fields.finish`.
+
+        The names of the file's tensors, if given, tell whether there are a head and a pooler.
 
         Raises:
             PublishError: a field is missing, unknown or not supported.
@@ -344,6 +356,12 @@ class Family:
         try:
             for rule in self.rules:
                 found |= rule.read(fields)
+            if self.bare:
+                is_bare = values.get("architectures") == [self.bare]
+                if names is not None:
+                    is_bare = not any(self.of_head in name for name in names)
+                    found["encoder.pooler"] = any("pooler." in name for name in names)
+                found |= HEADLESS if is_bare else {}
             fields.finish(self.ignored, allowed)
             config = configuration.from_json(self.config, configuration.nested(found))
             check_counts(config)
@@ -351,15 +369,19 @@ class Family:
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise PublishError(f"{where}: {error}") from error
 
-    def adapt(self, config: Any, names: Collection[str]) -> Any:
-        """The configuration of a model whose file has tensors of these names."""
-        found = {x: any(y in name for name in names) for x, y in self.by_tensors.items()}
-        return dataclasses.replace(config, **found)
+    def is_bare(self, config: Any) -> bool:
+        """Whether a model is one without the family's output head."""
+        return bool(self.bare) and config.encoder.head == "none"
+
+    def prefix(self, config: Any) -> str:
+        """The prefix of the names of tensors that are written."""
+        return "" if self.is_bare(config) else self.prefixes[0]
 
     def write(self, config: Any) -> dict[str, Any]:
         """The content of `config.json` for a configuration without a `difference`."""
         config = self.canonical(config)  # all sizes: other programs have other defaults
-        values = {"architectures": [self.architecture], "model_type": self.model_type}
+        architecture = self.bare if self.is_bare(config) else self.architecture
+        values = {"architectures": [architecture], "model_type": self.model_type}
         for rule in self.rules:
             values |= rule.write(config)
         return values
@@ -374,7 +396,8 @@ class Family:
             return [str(error)]
         mine, other = configuration.flat(self.canonical(config)), configuration.flat(again)
         # Without effect on what a published model computes, and not in Hugging Face's fields.
-        ignored = {*configuration.names_that_may_differ(config), "dropout", *self.by_tensors}
+        ignored = {*configuration.names_that_may_differ(config), "dropout"}
+        ignored |= {"encoder.pooler"} if self.bare else set()
         return [
             f"{name}={value!r}"
             for name, value in mine.items()
@@ -441,6 +464,7 @@ def canonical(config: transformer.Config) -> transformer.Config:
         "experts.dense_d_ff": "dense_mlp" not in config.parts,
         "attention.latent.value_dim": config.attention.latent.kv_rank is None,
         "attention.latent.rotary_dim": config.attention.latent.kv_rank is None,
+        "encoder.transform_bias": config.encoder.head != "transformed",
     }
     if config.experts.bias_rate is not None:  # a matter of training
         changes["experts.bias_rate"] = LOAD_BIAS_RATE

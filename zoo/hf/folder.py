@@ -20,7 +20,7 @@ from zoo.common.checksums import Digest
 from zoo.data import special_tokens
 from zoo.data import tokenizer as tokenizers
 from zoo.hf import floats, quantization, token_ids
-from zoo.hf.family import Family, Layout, Piece, layouts, pieces
+from zoo.hf.family import Family, Layout, Piece, filled, layouts, pieces
 from zoo.hf.methods import read_method
 from zoo.hf.model_types import MODEL_TYPES, REFUSED
 from zoo.hf.quantization import Expected, Matrix, Part
@@ -115,6 +115,7 @@ class _HuggingFace(Format):
         family = family_of(model, values.get("model_type"))
         description = family.write(model.config)
         ids = token_ids.describe_ids(model.config, tokenizer, values, generation)
+        ids = {name: x for name, x in ids.items() if x is not None or name not in description}
         dtype = str(next(iter(dtypes.values())))
         # In the words of version 5 of transformers and of earlier ones.
         description |= {**ids, "dtype": dtype, "torch_dtype": dtype}
@@ -229,8 +230,13 @@ def _is_decoded(values: dict) -> bool:
     return isinstance(settings, dict) and settings.get("quant_method") in floats.METHODS
 
 
-def _family(folder: Path, values: dict, ignore: Collection[str] | None = ()) -> tuple[Family, Any]:
-    """The family of a folder's model, and its configuration."""
+def _family(
+    folder: Path,
+    values: dict,
+    ignore: Collection[str] | None = (),
+    names: Collection[str] | None = None,
+) -> tuple[Family, Any]:
+    """The family of a folder's model, and its configuration, by the names of its tensors too."""
     where = f"{folder / 'config.json'}"
     kind = values.get("model_type")
     inner = values.get("text_config")
@@ -256,7 +262,7 @@ def _family(folder: Path, values: dict, ignore: Collection[str] | None = ()) -> 
         raise PublishError(f"{where}: model_type {kind!r} is unknown; known are {known}. {remedy}")
     family = MODEL_TYPES[kind]
     given = {x: values[x] for x in values if x != quantization.FIELD}
-    return family, _with_origin(family, family.read(given, where, ignore))
+    return family, _with_origin(family, family.read(given, where, ignore, names))
 
 
 def _with_origin(family: Family, config: Any) -> Any:
@@ -283,10 +289,12 @@ def _open(
         method = read_method(settings, f"{folder / CONFIG}", options.quantize)
     if family.as_published is not None:
         weights = family.as_published(config, weights)
-    config = token_ids.with_eos_ids(family.adapt(config, weights.tensors), folder, values)
+    if family.bare:
+        _, config = _family(folder, values, options.ignore, weights.tensors)
+    config = token_ids.with_eos_ids(config, folder, values)
     skeleton = _skeleton(family, config)
     present = (x for x in family.prefixes if family.marker.format(prefix=x) in weights.tensors)
-    prefix = next(present, family.prefixes[0])
+    prefix = next(present, family.prefix(config))
     found = layouts(skeleton, family, prefix)
     matrices = quantization.find(method, weights, found, family.model_type)
     _check(family, config, weights, found, matrices)
@@ -329,7 +337,7 @@ def family_of(model: PyTree, prefer: str | None = None) -> Family:
 def tensors_of(model: Any, family: Family, dtypes: Mapping[str, np.dtype]) -> dict[str, Tensor]:
     """The tensors that hold a model, in `dtypes` by the paths of its parameters."""
     arrays = parameters(model)
-    found = layouts(_skeleton(family, model.config), family, family.prefixes[0])
+    found = layouts(_skeleton(family, model.config), family, family.prefix(model.config))
 
     def by_rows(parts: list[Piece], dtype: np.dtype) -> Iterator[np.ndarray]:
         whole = np.empty(found[parts[0].path].tensor_shape, dtype)
@@ -400,10 +408,15 @@ def _check(
                 start,
             )
             stored = {name: shape for name, shape in stored.items() if name not in names}
+    prefix = next(iter(found.values())).prefix
+    copies = {
+        filled(name, prefix, {}): filled(of, prefix, {})
+        for name, of in {"lm_head.weight": family.marker, **family.copies}.items()
+    }
     for name in stored.keys() - wanted.keys():
         if (
             name.endswith(family.buffers)
-            or _is_tied_head(weights, name, wanted)
+            or _is_copy(weights, name, copies.get(name, ""))
             or quantization.is_zero_bias(weights, name, matrices)
         ):
             del stored[name]
@@ -418,17 +431,15 @@ def _check(
             )
 
 
-def _is_tied_head(weights: Weights, name: str, wanted: dict) -> bool:
-    """Whether a tensor is a copy of the embedding, stored as the head that is tied to it."""
-    tied = [x for x in wanted if x.endswith(("embed_tokens.weight", "wte.weight"))]
-    if name != "lm_head.weight" or not tied:
-        return False
-    ours, theirs = weights.tensors.get(tied[0]), weights.tensors[name]
+def _is_copy(weights: Weights, name: str, of: str) -> bool:
+    """Whether a tensor has the content of another, such as an output head that is the embedding."""
+    ours, theirs = weights.tensors.get(of), weights.tensors[name]
     if ours is None or (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
         return False
     with weights.reader() as read:
         for start in range(0, ours.shape[0], 4096):
-            rows = (slice(start, min(start + 4096, ours.shape[0])), slice(0, ours.shape[1]))
-            if read(tied[0], rows).tobytes() != read(name, rows).tobytes():
+            rows = tuple(slice(0, size) for size in ours.shape[1:])
+            rows = (slice(start, min(start + 4096, ours.shape[0])), *rows)
+            if read(of, rows).tobytes() != read(name, rows).tobytes():
                 return False
     return True

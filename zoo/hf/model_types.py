@@ -1,11 +1,9 @@
-"""The model types: Llama and families with its names, GPT-2, and BERT without a head.
+"""The model types: Llama and families with its names, GPT-2, and all others, by name.
 
 GPT-2 has weights as [in, out], and queries, keys and values side by side.
 """
 
-import dataclasses
-
-from zoo import bert, transformer
+from zoo import transformer
 from zoo.hf.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
 from zoo.hf.delta_nets import OLMO_HYBRID, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from zoo.hf.dense import (
@@ -25,6 +23,7 @@ from zoo.hf.dense import (
     STABLELM,
     STARCODER2,
 )
+from zoo.hf.encoders import BERT, DISTILBERT, ESM, MODERNBERT, ROBERTA
 from zoo.hf.experts import (
     DENSE_MLP,
     ERNIE4_5_MOE,
@@ -285,73 +284,6 @@ GPT2 = Family(
     buffers=(".attn.bias", ".attn.masked_bias"),
 )
 
-_BERT = table(
-    """
-    embedding.weight                 {prefix}embeddings.word_embeddings.weight
-    position_embedding.weight        {prefix}embeddings.position_embeddings.weight
-    type_embedding.weight            {prefix}embeddings.token_type_embeddings.weight
-    embedding_norm.scale             {prefix}embeddings.LayerNorm.weight
-    embedding_norm.bias              {prefix}embeddings.LayerNorm.bias
-    pooler.weight                    {prefix}pooler.dense.weight      features embed
-    pooler.bias                      {prefix}pooler.dense.bias
-    blocks.attention.wq              attention.self.query.weight      heads.head_dim embed
-    blocks.attention.bq              attention.self.query.bias        heads.head_dim
-    blocks.attention.wk              attention.self.key.weight        kv_heads.head_dim embed
-    blocks.attention.bk              attention.self.key.bias          kv_heads.head_dim
-    blocks.attention.wv              attention.self.value.weight      kv_heads.head_dim embed
-    blocks.attention.bv              attention.self.value.bias        kv_heads.head_dim
-    blocks.attention.wo              attention.output.dense.weight    embed heads.head_dim
-    blocks.attention.bo              attention.output.dense.bias
-    blocks.attention_out_norm.scale  attention.output.LayerNorm.weight
-    blocks.attention_out_norm.bias   attention.output.LayerNorm.bias
-    blocks.mlp.w_up                  intermediate.dense.weight        mlp embed
-    blocks.mlp.b_up                  intermediate.dense.bias
-    blocks.mlp.w_down                output.dense.weight              embed mlp
-    blocks.mlp.b_down                output.dense.bias
-    blocks.mlp_out_norm.scale        output.LayerNorm.weight
-    blocks.mlp_out_norm.bias         output.LayerNorm.bias
-    """,
-    layer="{prefix}encoder.layer.{layer}.",
-)
-
-
-def _with_sizes(config: bert.Config) -> bert.Config:
-    """The canonical form: derived sizes filled in."""
-    return dataclasses.replace(config, d_ff=config.parts.hidden_size)
-
-
-BERT = Family(
-    model_type="bert",
-    architecture="BertModel",
-    model=bert.BERT,
-    config=bert.Config,
-    rules=(
-        Same("vocab_size", "vocab_size"),
-        Same("hidden_size", "d_model"),
-        Same("num_hidden_layers", "num_layers"),
-        Same("num_attention_heads", "num_heads"),
-        Same("intermediate_size", "d_ff"),
-        Same("max_position_embeddings", "max_seq_len", 512),
-        Same("type_vocab_size", "num_token_types", 2),
-        Same("layer_norm_eps", "norm_eps", 1e-12),
-        Choice("hidden_act", "mlp", GELUS, "gelu"),
-        Fixed("is_decoder", False),
-        Fixed("add_cross_attention", False),
-        Fixed("position_embedding_type", "absolute"),
-    ),
-    canonical=_with_sizes,
-    tensors=_BERT,
-    prefixes=("", "bert."),
-    marker="{prefix}embeddings.word_embeddings.weight",
-    # Fields of a head that these models lack, and of a pooler that transformers does not have.
-    ignored=words(
-        "directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers "
-        "pooler_size_per_head pooler_type tie_word_embeddings"
-    ),
-    buffers=("embeddings.position_ids",),
-    by_tensors={"pooler": "pooler."},
-)
-
 # Types that the zoo's layers are not like.
 REFUSED = {
     "phimoe": "experts are chosen, and weighted, by a threshold on the distances of their scores "
@@ -376,5 +308,6 @@ _ORDER += [GEMMA, GRANITE_DENSE, PHI3, SMOLLM3, OLMO, OLMO3, EXAONE4, SEED_OSS, 
 _ORDER += [JAIS2, MINISTRAL, STARCODER2, STABLELM, PHI]
 _ORDER += [GLM, GLM4, COHERE, COHERE2, HELIUM, ERNIE4_5]
 _ORDER += [GPT_NEOX, GPTJ, CODEGEN, GPT_NEO, GPT_BIGCODE, FALCON]
+_ORDER += [ROBERTA, DISTILBERT, ESM, MODERNBERT]
 _ORDER += [QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, OLMO_HYBRID, GRANITE, BAMBA, MAMBA2, XLSTM]
 MODEL_TYPES = {family.model_type: family for family in _ORDER}

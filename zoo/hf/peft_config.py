@@ -149,9 +149,11 @@ def linears(model: PyTree) -> Linears:
         )
 
     map_parameters(add, plain)
-    is_lm = family is not None and "LM" in family.architecture
+    is_lm = family is not None and plain.config.causal and "LM" in family.architecture
     task = "CAUSAL_LM" if is_lm else "FEATURE_EXTRACTION"
-    return Linears(family.prefixes if family else ("",), task, found, family is not None)
+    first = family.prefix(plain.config) if family else ""
+    prefixes = (first, *(x for x in (family.prefixes if family else ()) if x != first))
+    return Linears(prefixes, task, found, family is not None)
 
 
 def short_names(linear: Linear, others: Collection[Linear], prefix: str) -> list[str]:

@@ -120,6 +120,7 @@ class Rotary(Rule):
     fraction: float | None = None
     theta_name: str = "rope_theta"
     fraction_name: str = "partial_rotary_factor"
+    local_name: str = "rope_local_base_freq"
 
     def read(self, fields: Fields) -> dict[str, Any]:
         length = fields.take("max_position_embeddings", self.max_seq_len)
@@ -140,7 +141,7 @@ class Rotary(Rule):
             default: Any = self.local
             if default == "theta":
                 default = fields.values.get("rope_theta", self.theta)
-            base = _take_theta(fields, "rope_local_base_freq", default, local)
+            base = _take_theta(fields, self.local_name, default, local)
             found["positions.local_theta"] = base
             if new and not new.keys() <= {"sliding_attention", "full_attention"}:
                 raise fields.refusal(f"rope_parameters={new!r}: have to be given per kind of layer")
@@ -171,5 +172,5 @@ class Rotary(Rule):
             "sliding_attention": {"rope_type": "default", "rope_theta": local},
         }
         if self.local != "theta":
-            values["rope_local_base_freq"] = local
+            values[self.local_name] = local
         return values | {"rope_parameters": kinds}

@@ -19,6 +19,8 @@ from zoo.publishing.tensors import outline, slice_reader
 
 INDEX = "model.safetensors.index.json"
 PICKLED = (".bin", ".ckpt", ".pt", ".pth")
+# How files of old name what newer ones name otherwise, and some newer ones do again.
+_OLD = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -38,14 +40,19 @@ class Weights:
         index = _read_index(folder)
         files = sorted(set(index.values())) if index else [WEIGHTS]
         self.tensors: dict[str, Stored] = {}
+        self._in_files: dict[str, str] = {}  # of tensors with an old name
         for file in files:
-            for name, x in outline(folder / file).items():
+            for in_file, x in outline(folder / file).items():
+                name = in_file
                 if index and index.get(name) != file:
                     raise PublishError(
                         f"{folder / file} holds {name}, which {INDEX} has in {index.get(name)}"
                     )
+                for old in (x for x in _OLD if name.endswith(x)):
+                    self._in_files[name := name.removesuffix(old) + _OLD[old]] = in_file
                 self.tensors[name] = Stored(file, x.shape, str(x.dtype))
-        if lost := sorted(index.keys() - self.tensors.keys()):
+        there = {self._in_files.get(name, name) for name in self.tensors}
+        if lost := sorted(index.keys() - there):
             raise PublishError(
                 f"{folder / INDEX} names tensors that their files lack: "
                 + ", ".join(f"{name} in {index[name]}" for name in lost)
@@ -55,7 +62,9 @@ class Weights:
     def reader(self) -> Iterator[Any]:
         """A context with `read(name, slices)`, which returns a slice of a tensor as numpy."""
         with slice_reader() as read:
-            yield lambda name, slices: read(self.folder / self.tensors[name].file, name, slices)
+            yield lambda name, slices: read(
+                self.folder / self.tensors[name].file, self._in_files.get(name, name), slices
+            )
 
 
 Read = Callable[[str, tuple[slice, ...]], np.ndarray]

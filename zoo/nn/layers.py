@@ -23,7 +23,7 @@ from zoo.sharding.rules import mesh_axes
 from zoo.sharding.specs import between, num_shards
 
 Activation = Literal["gelu", "gelu_erf", "relu", "relu2", "silu", "tanh"]
-MLPKind = Literal["swiglu", "geglu", "swiglu_clamped", Activation]
+MLPKind = Literal["swiglu", "geglu", "geglu_erf", "swiglu_clamped", Activation]
 NormKind = Literal["rms", "layer", "rms_offset", "layer_offset", "layer_plain"]
 OptionalNorm = Literal["none", NormKind]
 
@@ -387,7 +387,12 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "tanh": jnp.tanh,
 }
 # Gated MLPs (Shazeer 2020), and the activation of each one's gate.
-GATED_MLPS: dict[str, Activation] = {"swiglu": "silu", "geglu": "gelu", "swiglu_clamped": "silu"}
+GATED_MLPS: dict[str, Activation] = {
+    "swiglu": "silu",
+    "geglu": "gelu",
+    "geglu_erf": "gelu_erf",
+    "swiglu_clamped": "silu",
+}
 _CLAMP, _STEEPNESS = 7.0, 1.702
 
 

@@ -19,7 +19,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Key, PyTree
 
-from zoo import bert, mlp, rnn, transformer
+from zoo import mlp, rnn, transformer
 from zoo.common import configuration, plugins
 from zoo.common.checksums import Digest
 from zoo.nn.products import is_derived
@@ -50,7 +50,6 @@ from zoo.wrappers.ensemble import Ensemble
 Model = TypeVar("Model", bound=type[eqx.Module])
 
 FAMILIES: dict[str, Any] = {
-    "bert": bert.BERT,
     "mlp": mlp.MLP,
     "rnn": rnn.RNN,
     "transformer": transformer.Transformer,

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
@@ -12,7 +13,9 @@ from jaxtyping import PyTree
 from zoo.common.configuration import require
 from zoo.data import masking, text
 from zoo.data.masking import MaskedDataset
+from zoo.data.tokenizer import FILE_NAME, BPETokenizer, load_tokenizer
 from zoo.publishing.models import save as save_model
+from zoo.publishing.shelf import find, nearest
 from zoo.runs import evaluation, loop
 from zoo.runs.run import Run
 from zoo.sharding.placement import gathered
@@ -20,6 +23,7 @@ from zoo.tasks import language
 from zoo.training import losses, optimizers
 from zoo.training.description import Training
 
+Likeliest = list[tuple[str, float]]
 SHOWN = 96  # tokens of the text that is shown with its fillings
 
 
@@ -109,3 +113,28 @@ def fillings(model: PyTree, data: Masked) -> str:
         filled = text if right else f"{decode([given])}|{text}"
         words.append(f"[{filled}]" if weight else text)
     return "".join(words)
+
+
+def tokenizer_of(name: str) -> BPETokenizer:
+    """The tokenizer of a model that `zoo.load` takes, with a mask, its own or a new one."""
+    return masking.with_mask(load_tokenizer(nearest(find(name), FILE_NAME)))[0]
+
+
+def fill(model: PyTree, tokenizer: BPETokenizer, text: str, top: int = 5) -> list[Likeliest]:
+    """For each mask in a text, the likeliest tokens and their probabilities, the likeliest first.
+
+    The mask is written as the tokenizer has it, such as [MASK] or <mask>.
+
+    Raises:
+        ValueError: a text without a mask.
+    """
+    name = tokenizer.tokens["mask_token"]
+    ids = np.asarray(tokenizer.tokenizer.encode(text).ids, np.int32)
+    (places,) = np.nonzero(ids == tokenizer.tokenizer.token_to_id(name))
+    require(len(places) > 0, f"text={text!r}: has no {name}; write it where a token is missing")
+    logits = eqx.filter_jit(lambda model, tokens: model(tokens))(model, jnp.asarray(ids)[None])
+    found = []
+    for probabilities in np.asarray(jax.nn.softmax(logits[0, places])):
+        order = np.argsort(-probabilities, kind="stable")[:top].tolist()
+        found.append([(tokenizer.decode([id]), float(probabilities[id])) for id in order])
+    return found

@@ -7,6 +7,8 @@ from zoo.transformer.config import ExpertsConfig as ExpertsConfig
 from zoo.transformer.config import LatentConfig as LatentConfig
 from zoo.transformer.config import MixerConfig as MixerConfig
 from zoo.transformer.config import ResidualConfig as ResidualConfig
+from zoo.transformer.encoder import EncoderConfig as EncoderConfig
+from zoo.transformer.encoder import embed as embed
 from zoo.transformer.flops import num_flops_per_token as num_flops_per_token
 from zoo.transformer.model import Transformer as Transformer
 from zoo.transformer.rotary import PositionsConfig as PositionsConfig

@@ -268,6 +268,10 @@ class Block(eqx.Module):
             blocks = eqx.tree_at(
                 operator.attrgetter(name), blocks, stack, is_leaf=lambda x: x is None
             )
+        if not config.encoder.first_norm:
+            rest = jax.tree.map(lambda x: x[1:], blocks.attention_norm)
+            rest = rest if config.num_layers > 1 else None
+            blocks = eqx.tree_at(lambda blocks: blocks.attention_norm, blocks, rest)
         return blocks
 
     def __call__(

@@ -3,16 +3,17 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from zoo.common import configuration
 from zoo.common.configuration import may_differ, of_training, require
 from zoo.nn.attention.attention import Implementation
-from zoo.nn.layers import GATED_MLPS, MLPKind, NormKind
+from zoo.nn.layers import GATED_MLPS, Activation, MLPKind, NormKind
 from zoo.nn.recurrences.chunks import RecurrenceConfig
 from zoo.nn.recurrences.mixers import MixerName
 from zoo.nn.remat import NAMES, Kept, Policy
 from zoo.transformer.dispatch import Dispatch
+from zoo.transformer.encoder import EncoderConfig
 from zoo.transformer.rotary import PositionsConfig
 
 Reach = Literal["local", "global"]
@@ -233,6 +234,8 @@ class ResidualConfig:
     """Factor of the embedding of tokens (Granite)."""
     multiplier: float = 1.0
     """Factor of what each part adds to the residual stream (Granite)."""
+    final_norm: bool = True
+    """A norm of the residual stream behind the last layer (not in BERT, whose stream is normed)."""
 
     def __post_init__(self) -> None:
         configuration.check(self, "residual.")
@@ -268,7 +271,7 @@ class Config:
     mlp_bias: bool = False
     """Biases in MLPs and routers only."""
     head_bias: bool = False
-    """A bias in the output head (Phi, GPT-J)."""
+    """A bias in the output head (Phi, GPT-J, BERT)."""
     max_seq_len: int = 2048
     """Longest sequence; learned positions have a table of that many rows."""
     causal: bool = True
@@ -296,6 +299,7 @@ class Config:
     experts: ExpertsConfig = ExpertsConfig()
     residual: ResidualConfig = ResidualConfig()
     mixer: MixerConfig = MixerConfig()
+    encoder: EncoderConfig = EncoderConfig()
 
     def __post_init__(self) -> None:
         configuration.check(self)
@@ -316,8 +320,14 @@ class Config:
             f"{self.experts.interval} leave none of num_layers={self.num_layers} with experts",
         )
         require(
-            not (self.head_bias and self.tie_embeddings),
-            "head_bias=True: is of a head of its own, and tie_embeddings=True",
+            self.encoder.head != "none" or not (self.head_bias or self.tie_embeddings),
+            f"encoder.head='none': has neither head_bias={self.head_bias} nor tie_embeddings="
+            f"{self.tie_embeddings}",
+        )
+        require(
+            self.encoder.first_norm or self.residual.norm_placement == "pre",
+            f"encoder.first_norm=False: is for residual.norm_placement='pre', and it is "
+            f"{self.residual.norm_placement!r}",
         )
         require(
             self.mlp != "none" or self.d_ff is None,
@@ -521,7 +531,20 @@ class Config:
     def own(self) -> dict[str, tuple[int, ...]]:
         """The layers that have each part that not all have, for `scan_layers`."""
         parts = self.parts.items()
-        return {name: layers for name, layers in parts if len(layers) < self.num_layers}
+        found = {name: layers for name, layers in parts if len(layers) < self.num_layers}
+        if not self.encoder.first_norm:
+            found["attention_norm"] = tuple(range(1, self.num_layers))
+        return found
+
+    @property
+    def num_first(self) -> int:
+        """Layers before the ones that are alike, or take turns."""
+        return max(self.experts.first_dense, int(not self.encoder.first_norm))
+
+    @property
+    def activation(self) -> Activation:
+        """The activation of the MLP, or of its gate."""
+        return cast(Activation, GATED_MLPS.get(cast(Activation, self.mlp), self.mlp))
 
     @property
     def mixers(self) -> tuple[str, ...]:

@@ -36,7 +36,9 @@ def num_flops_per_token(config: Config, seq_len: int) -> float:
     if config.mlp != "none":
         dense = (config.num_layers - with_experts) * one * config.dense_size
         weights += dense + with_experts * of_experts
-    weights += config.d_model * config.vocab_size
+    encoder = config.encoder
+    weights += config.d_model * config.vocab_size * (encoder.head != "none")
+    weights += config.d_model**2 * (encoder.head == "transformed")
 
     def visible(window: int | None) -> float:
         keys = min(seq_len, window or seq_len)

@@ -23,7 +23,15 @@ from zoo.nn.stateful import Balance
 from zoo.sharding import constrain
 from zoo.transformer.blocks import Block, residual_norm
 from zoo.transformer.config import Config, LayerKind
+from zoo.transformer.encoder import Transform, without_masked
 from zoo.transformer.rotary import RopeScaling, Rotary, rotary_tables
+
+
+class Options(SequenceOptions, total=False):
+    """The optional inputs of a transformer."""
+
+    token_types: Int[Array, "batch seq"] | None
+    """Kinds of tokens, of a model that has them; 0 if not given."""
 
 
 class Transformer(CastsAtUse):
@@ -31,25 +39,52 @@ class Transformer(CastsAtUse):
 
     embedding: Embedding
     position_embedding: Embedding | None
+    type_embedding: Embedding | None
+    embedding_norm: Norm | None
     blocks: Block
-    final_norm: Norm
+    final_norm: Norm | None
+    pooler: Linear | None
+    transform: Transform | None
     head: Linear | None
+    tied_bias: Float[Array, "vocab"] | None
     config: Config = eqx.field(static=True)
     is_pooled: ClassVar[bool] = False
 
     def __init__(self, config: Config, *, key: Key[Array, ""]):
         embedding_key, position_key, blocks_key, head_key = jax.random.split(key, 4)
+        encoder, size = config.encoder, config.d_model
         self.config = config
-        self.embedding = Embedding(config.vocab_size, config.d_model, key=embedding_key)
+        self.embedding = Embedding(config.vocab_size, size, key=embedding_key)
         self.position_embedding = None
         if config.positions.kind == "learned":
-            self.position_embedding = Embedding(
-                config.max_seq_len, config.d_model, axis="positions", key=position_key
+            rows = config.max_seq_len + encoder.position_offset
+            self.position_embedding = Embedding(rows, size, axis="positions", key=position_key)
+        self.type_embedding = self.pooler = self.transform = self.head = self.tied_bias = None
+        if encoder.num_token_types:
+            # A table that is added, as the one of positions is.
+            self.type_embedding = Embedding(
+                encoder.num_token_types,
+                size,
+                axis="positions",
+                key=jax.random.fold_in(position_key, 1),
             )
+        self.embedding_norm = residual_norm(config) if encoder.embedding_norm else None
         self.blocks = Block.stacked(config, key=blocks_key)
-        self.final_norm = residual_norm(config)
-        self.head = None
-        if not config.tie_embeddings:
+        self.final_norm = residual_norm(config) if config.residual.final_norm else None
+        if encoder.pooler:
+            pooler_key = jax.random.fold_in(head_key, 1)
+            self.pooler = Linear(size, size, in_axis="embed", out_axis="features", key=pooler_key)
+        if encoder.head == "transformed":
+            self.transform = Transform(
+                size,
+                residual_norm(config),
+                config.activation,
+                bias=encoder.transform_bias,
+                key=jax.random.fold_in(head_key, 2),
+            )
+        if config.tie_embeddings:
+            self.tied_bias = jnp.zeros(config.vocab_size) if config.head_bias else None
+        elif encoder.head != "none":
             self.head = Linear(
                 config.d_model,
                 config.vocab_size,
@@ -70,17 +105,20 @@ class Transformer(CastsAtUse):
         return self.config.causal
 
     def __call__(
-        self, tokens: Int[Array, "batch seq"], **options: Unpack[SequenceOptions]
+        self, tokens: Int[Array, "batch seq"], **options: Unpack[Options]
     ) -> Float[Array, "batch seq vocab"]:
         """The logits, float32[batch, seq, vocab]; it takes the options of `hidden_and_balance`.
+
+        A model without an output head gives the vectors of its tokens, [batch, seq, d_model].
 
         Raises:
             ValueError: a sequence longer than a table of learned positions.
         """
-        return self.readout()(self.hidden(tokens, **options))
+        x_BTE = self.hidden(tokens, **options)
+        return x_BTE if self.config.encoder.head == "none" else self.readout()(x_BTE)
 
     def hidden(
-        self, tokens: Int[Array, "batch seq"], **options: Unpack[SequenceOptions]
+        self, tokens: Int[Array, "batch seq"], **options: Unpack[Options]
     ) -> Float[Array, "batch seq embed"]:
         """The input of the output head: the normed residual stream, [batch, seq, d_model]."""
         return self.hidden_and_balance(tokens, **options)[0]
@@ -94,6 +132,7 @@ class Transformer(CastsAtUse):
         mask: Bool[Array, "batch seq"] | None = None,
         key: Key[Array, ""] | None = None,
         weights: Float[Array, "batch seq"] | None = None,
+        token_types: Int[Array, "batch seq"] | None = None,
     ) -> tuple[Float[Array, "batch seq embed"], Balance | None]:
         """`hidden`, and each row's `Balance` as the layers' mean; None without experts.
 
@@ -107,7 +146,7 @@ class Transformer(CastsAtUse):
         if mask is not None:
             segment_ids = mask.astype(jnp.int32) * (1 if segment_ids is None else segment_ids)
         self.check_length(tokens.shape[1])
-        x_BTE, rotaries = self.embed(tokens, positions)
+        x_BTE, rotaries = self.embed(tokens, positions, segment_ids, token_types)
         x_BTE, balance = through_blocks(
             config, self.blocks, x_BTE, segment_ids, rotaries, key, weights
         )
@@ -121,7 +160,11 @@ class Transformer(CastsAtUse):
             )
 
     def embed(
-        self, tokens: Int[Array, "batch seq"], positions: Int[Array, "#batch seq"]
+        self,
+        tokens: Int[Array, "batch seq"],
+        positions: Int[Array, "#batch seq"],
+        segment_ids: Int[Array, "batch seq"] | None = None,
+        token_types: Int[Array, "batch seq"] | None = None,
     ) -> tuple[Float[Array, "batch seq embed"], dict[LayerKind, Rotary | None]]:
         """The input of the first layer, and each kind's tables of rotary positions."""
         x_BTE = self.embedding(constrain(tokens, "batch", "inner_seq"))
@@ -129,8 +172,16 @@ class Transformer(CastsAtUse):
         if residual.scale_embedding:
             x_BTE = times(x_BTE, self.config.d_model**0.5)
         x_BTE = times(x_BTE, residual.embedding_multiplier)
+        encoder = self.config.encoder
+        if encoder.mask_id is not None:
+            x_BTE = without_masked(x_BTE, tokens == encoder.mask_id, segment_ids)
+        if self.type_embedding is not None:
+            types = jnp.zeros_like(tokens) if token_types is None else token_types
+            x_BTE = x_BTE + self.type_embedding(types)
         if self.position_embedding is not None:
-            x_BTE = x_BTE + self.position_embedding(positions)
+            x_BTE = x_BTE + self.position_embedding(positions + encoder.position_offset)
+        if self.embedding_norm is not None:
+            x_BTE = unshard(self.embedding_norm)(x_BTE)
         config, rotaries = self.config.positions, {}
         for kind in dict.fromkeys(self.config.layer_kinds):  # in an order that processes share
             theta, scaling = config.theta, config.scaling
@@ -145,20 +196,47 @@ class Transformer(CastsAtUse):
 
     def finish(self, x_BTE: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
         """The input of the output head, times the logits' factor: from the last layer's output."""
-        x_BTE = times(unshard(self.final_norm)(x_BTE), self.config.logit_multiplier)
+        if self.final_norm is not None:
+            x_BTE = unshard(self.final_norm)(x_BTE)
+        if self.transform is not None:
+            x_BTE = unshard(self.transform)(x_BTE)
+        x_BTE = times(x_BTE, self.config.logit_multiplier)
         return constrain(x_BTE, "batch", "inner_seq", "embed")
 
     def readout(self) -> Readout:
-        """The output head: from `hidden` to logits in fp32."""
+        """The output head: from `hidden` to logits in fp32.
+
+        Raises:
+            ValueError: a model without an output head.
+        """
+        if self.config.encoder.head == "none":
+            raise ValueError(
+                "encoder.head='none': this model has no output head, and gives the vectors of its "
+                "tokens; take zoo.Classifier, or a checkpoint with a head"
+            )
         if self.head is None:
-            weight, bias = transposed(unshard(self.embedding).weight), None
+            weight, bias = transposed(unshard(self.embedding).weight), unshard(self.tied_bias)
         else:
             weight, bias = (head := unshard(self.head)).weight, head.bias
         return Readout(weight, bias, soft_cap=self.config.logit_soft_cap)
 
     def without_head(self) -> "Transformer":
         """The model without the parameters that `hidden` does not use."""
-        return self if self.head is None else eqx.tree_at(lambda model: model.head, self, None)
+        of_head = lambda model: (model.pooler, model.transform, model.head, model.tied_bias)  # noqa: E731
+        return eqx.tree_at(of_head, self, (None,) * 4, is_leaf=lambda x: x is None)
+
+    def pooled(self, x_BTE: Float[Array, "batch seq embed"]) -> Float[Array, "batch embed"]:
+        """A vector per row, made from its first token's, as BERT's classifiers are trained on.
+
+        Raises:
+            ValueError: a model without a pooler.
+        """
+        if self.pooler is None:
+            raise ValueError(
+                "encoder.pooler=False: this model has none; take a token's vector, or "
+                "zoo.transformer.embed"
+            )
+        return jnp.tanh(unshard(self.pooler)(x_BTE[:, 0]))
 
 
 def marks_of(config: Config, segment_ids: Int[Array, "batch seq"] | None, batch_size: int) -> Marks:
@@ -204,7 +282,7 @@ def through_blocks(
         blocks,
         (x_BTE, balance),
         own=config.own,
-        first=config.experts.first_dense,
+        first=config.num_first,
         policy=config.remat,
         scan=config.scan_layers,
     )

@@ -44,7 +44,7 @@ class Classifier(CastsAtUse):
         if not isinstance(body, SequenceModel) or body.is_pooled:
             raise ValueError(
                 f"a {type(body).__name__} of this configuration gives no vector per token: take a "
-                "transformer, a BERT, or an RNN with pooling='none'"
+                "transformer, or an RNN with pooling='none'"
             )
         if pooling == "auto":
             pooling = "last" if body.is_causal else "mean"

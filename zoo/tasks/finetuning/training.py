@@ -75,7 +75,7 @@ class Base:
         if size is None:
             raise ValueError(
                 f"model={config.model!r} is a {type(self.skeleton).__name__} that reads no tokens: "
-                "begin with a transformer, a BERT, or an RNN with a vocab_size"
+                "begin with a transformer, or an RNN with a vocab_size"
             )
         language.check_row_lengths(config.data, self.skeleton.config, config.model)
         # Patterns that match nothing, and adapters that cannot be saved, before the text is read.

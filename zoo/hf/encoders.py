@@ -1,0 +1,400 @@
+"""The model types of encoders of text: BERT, RoBERTa, DistilBERT, ESM-2 and ModernBERT."""
+
+# ruff: noqa: D102 (`Rule` documents the methods of all rules)
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from zoo import transformer
+from zoo.hf.family import Family, canonical, table
+from zoo.hf.gpts import GELUS
+from zoo.hf.rotary import Rotary
+from zoo.hf.rules import Choice, Each, Fields, Fixed, LayerTypes, Rule, Same, words
+
+
+@dataclass(frozen=True)
+class Tied(Rule):
+    """Whether the output head is the embedding; a model without a head says nothing on it."""
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        return {"tie_embeddings": fields.take("tie_word_embeddings", True)}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        tied = config.tie_embeddings or config.encoder.head == "none"
+        return {"tie_word_embeddings": tied}
+
+
+@dataclass(frozen=True)
+class OffsetPositions(Rule):
+    """RoBERTa's: the table of positions goes on behind the row of the padding's id."""
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        padding, rows = fields.take("pad_token_id", 1), fields.take("max_position_embeddings", 512)
+        if not isinstance(padding, int) or padding < 0:
+            raise fields.refusal(f"pad_token_id={padding!r}: the first position is behind that row")
+        return {"max_seq_len": rows - padding - 1, "encoder.position_offset": padding + 1}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        offset = config.encoder.position_offset
+        return {"pad_token_id": offset - 1, "max_position_embeddings": config.max_seq_len + offset}
+
+
+@dataclass(frozen=True)
+class TokenDropout(Rule):
+    """ESM-2's: masks have an embedding of zero, and the other tokens are scaled up."""
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        mask, used = fields.take("mask_token_id", None), fields.take("token_dropout", False)
+        if used and mask is None:
+            raise fields.refusal("token_dropout=True: needs a mask_token_id")
+        return {"encoder.mask_id": mask if used else None}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        mask = config.encoder.mask_id
+        return {"token_dropout": mask is not None, "mask_token_id": mask}
+
+
+@dataclass(frozen=True)
+class Padding(Rule):
+    """The id of padding, which ESM's code asks for; a tokenizer's own takes its place."""
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        return {}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        return {"pad_token_id": 1}
+
+
+@dataclass(frozen=True)
+class TwoSidedWindow(LayerTypes):
+    """ModernBERT's: `local_attention` is how many positions a token sees to both sides."""
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        both = fields.take("local_attention", 128)
+        period = fields.take("global_attn_every_n_layers", 3)
+        if not isinstance(both, int) or not isinstance(period, int) or period < 1:
+            raise fields.refusal(
+                f"local_attention={both!r}, global_attn_every_n_layers={period!r}: must be numbers"
+            )
+        types = fields.values.get("layer_types")
+        if types is None:
+            kinds = ("full_attention", *["sliding_attention"] * (period - 1))
+            count = fields.values.get("num_hidden_layers", 0)
+            types = [kinds[i % period] for i in range(min(count, 4096))]
+        fields.take("layer_types", None)
+        inner = Fields({**fields.values, "layer_types": types}, "")
+        return {**super().read(inner), "attention.window": both // 2 + 1}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        types = super().write(config)["layer_types"]
+        # Without a window anywhere the width is of no effect.
+        return {"layer_types": types, "local_attention": 2 * ((config.attention.window or 65) - 1)}
+
+
+SIZES = (
+    Same("vocab_size", "vocab_size"),
+    Same("hidden_size", "d_model"),
+    Same("num_hidden_layers", "num_layers"),
+    Same("num_attention_heads", "num_heads"),
+    Same("intermediate_size", "d_ff"),
+    Tied(),
+)
+# Of all heads but those of decoders: a layer, a norm, and the embedding with a bias.
+ENCODER = {
+    "causal": False,
+    "residual.norm": "layer",
+    "encoder.embedding_norm": True,
+    "encoder.head": "transformed",
+    "head_bias": True,
+}
+NO_DECODER = (Fixed("is_decoder", False), Fixed("add_cross_attention", False))
+encoder = partial(
+    Family, model=transformer.Transformer, config=transformer.Config, canonical=canonical
+)
+
+
+def _layers(query: str, key: str, value: str, out: str, norm: str, up: str, down: str) -> str:
+    """The places of attention's and the MLP's parameters, by the names of their modules."""
+    return f"""
+    blocks.attention.wq  {query}.weight  heads.head_dim embed
+    blocks.attention.bq  {query}.bias    heads.head_dim
+    blocks.attention.wk  {key}.weight    kv_heads.head_dim embed
+    blocks.attention.bk  {key}.bias      kv_heads.head_dim
+    blocks.attention.wv  {value}.weight  kv_heads.head_dim embed
+    blocks.attention.bv  {value}.bias    kv_heads.head_dim
+    blocks.attention.wo  {out}.weight    embed heads.head_dim
+    blocks.attention.bo  {out}.bias
+    blocks.attention_out_norm.scale  {norm}.weight
+    blocks.attention_out_norm.bias   {norm}.bias
+    blocks.mlp.w_up      {up}.weight     mlp embed
+    blocks.mlp.b_up      {up}.bias
+    blocks.mlp.w_down    {down}.weight   embed mlp
+    blocks.mlp.b_down    {down}.bias
+    """
+
+
+def _head(dense: str, norm: str, decoder: str, bias: str) -> str:
+    """The places of the output head's parameters."""
+    return f"""
+    transform.dense.weight  {dense}.weight  features embed
+    transform.dense.bias    {dense}.bias
+    transform.norm.scale    {norm}.weight
+    transform.norm.bias     {norm}.bias
+    head.weight             {decoder}.weight  vocab embed
+    head.bias               {bias}
+    tied_bias               {bias}
+    """
+
+
+_OF_BERT = _layers(
+    "attention.self.query",
+    "attention.self.key",
+    "attention.self.value",
+    "attention.output.dense",
+    "attention.output.LayerNorm",
+    "intermediate.dense",
+    "output.dense",
+)
+_BERT = f"""
+    embedding.weight           {{prefix}}embeddings.word_embeddings.weight
+    position_embedding.weight  {{prefix}}embeddings.position_embeddings.weight
+    type_embedding.weight      {{prefix}}embeddings.token_type_embeddings.weight
+    embedding_norm.scale       {{prefix}}embeddings.LayerNorm.weight
+    embedding_norm.bias        {{prefix}}embeddings.LayerNorm.bias
+    pooler.weight              {{prefix}}pooler.dense.weight  features embed
+    pooler.bias                {{prefix}}pooler.dense.bias
+    {_OF_BERT}
+    blocks.mlp_out_norm.scale  output.LayerNorm.weight
+    blocks.mlp_out_norm.bias   output.LayerNorm.bias
+"""
+_IN_BERT = "{prefix}encoder.layer.{layer}."
+STREAM = {
+    **ENCODER,
+    "bias": True,
+    "residual.norm_placement": "stream",
+    "residual.final_norm": False,
+    "positions.kind": "learned",
+}
+# Fields of a pooler that transformers does not have.
+_UNUSED = words(
+    "directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers "
+    "pooler_size_per_head pooler_type"
+)
+BERT = encoder(
+    model_type="bert",
+    architecture="BertForMaskedLM",
+    bare="BertModel",
+    of_head="cls.predictions.",
+    rules=(
+        *SIZES,
+        Same("max_position_embeddings", "max_seq_len", 512),
+        Same("type_vocab_size", "encoder.num_token_types", 2),
+        Same("layer_norm_eps", "residual.norm_eps", 1e-12),
+        Choice("hidden_act", "mlp", GELUS, "gelu"),
+        *NO_DECODER,
+        Fixed("position_embedding_type", "absolute"),
+    ),
+    always=STREAM,
+    tensors=table(
+        _BERT
+        + _head(
+            "cls.predictions.transform.dense",
+            "cls.predictions.transform.LayerNorm",
+            "cls.predictions.decoder",
+            "cls.predictions.bias",
+        ),
+        layer=_IN_BERT,
+    ),
+    prefixes=("bert.", ""),
+    marker="{prefix}embeddings.word_embeddings.weight",
+    ignored=_UNUSED,
+    buffers=("embeddings.position_ids",),
+    copies={
+        "cls.predictions.decoder.weight": "{prefix}embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    },
+    left_out={"cls.seq_relationship.": "a head that tells whether sentences follow each other"},
+)
+_LM_HEAD = _head("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias")
+_LM_COPIES = {
+    "lm_head.decoder.weight": "{prefix}embeddings.word_embeddings.weight",
+    "lm_head.decoder.bias": "lm_head.bias",
+}
+ROBERTA = encoder(
+    model_type="roberta",
+    architecture="RobertaForMaskedLM",
+    bare="RobertaModel",
+    of_head="lm_head.",
+    rules=(
+        *SIZES,
+        OffsetPositions(),
+        Same("type_vocab_size", "encoder.num_token_types", 2),
+        Same("layer_norm_eps", "residual.norm_eps", 1e-12),
+        Choice("hidden_act", "mlp", {"gelu": "gelu_erf"}, "gelu"),  # the head's too
+        *NO_DECODER,
+        Fixed("position_embedding_type", "absolute"),
+    ),
+    always=STREAM,
+    tensors=table(_BERT + _LM_HEAD, layer=_IN_BERT),
+    prefixes=("roberta.", ""),
+    marker="{prefix}embeddings.word_embeddings.weight",
+    buffers=("embeddings.position_ids",),
+    copies=_LM_COPIES,
+)
+_OF_DISTILBERT = _layers(
+    "attention.q_lin",
+    "attention.k_lin",
+    "attention.v_lin",
+    "attention.out_lin",
+    "sa_layer_norm",
+    "ffn.lin1",
+    "ffn.lin2",
+)
+DISTILBERT = encoder(
+    model_type="distilbert",
+    architecture="DistilBertForMaskedLM",
+    bare="DistilBertModel",
+    of_head="vocab_",
+    rules=(
+        Same("vocab_size", "vocab_size", 30522),
+        Same("dim", "d_model", 768),
+        Same("n_layers", "num_layers", 6),
+        Same("n_heads", "num_heads", 12),
+        Same("hidden_dim", "d_ff", 3072),
+        Same("max_position_embeddings", "max_seq_len", 512),
+        Choice("activation", "mlp", {"gelu": "gelu_erf", "relu": "relu"}, "gelu"),
+        Tied(),
+    ),
+    always={**STREAM, "residual.norm_eps": 1e-12},
+    tensors=table(
+        f"""
+        embedding.weight           {{prefix}}embeddings.word_embeddings.weight
+        position_embedding.weight  {{prefix}}embeddings.position_embeddings.weight
+        embedding_norm.scale       {{prefix}}embeddings.LayerNorm.weight
+        embedding_norm.bias        {{prefix}}embeddings.LayerNorm.bias
+        {_OF_DISTILBERT}
+        blocks.mlp_out_norm.scale  output_layer_norm.weight
+        blocks.mlp_out_norm.bias   output_layer_norm.bias
+        """
+        + _head("vocab_transform", "vocab_layer_norm", "vocab_projector", "vocab_projector.bias"),
+        layer="{prefix}transformer.layer.{layer}.",
+    ),
+    prefixes=("distilbert.", ""),
+    marker="{prefix}embeddings.word_embeddings.weight",
+    # How the table of positions begins, and rates of dropout.
+    ignored=words("sinusoidal_pos_embds dropout attention_dropout qa_dropout seq_classif_dropout"),
+    copies={"vocab_projector.weight": "{prefix}embeddings.word_embeddings.weight"},
+)
+ESM = encoder(
+    model_type="esm",
+    architecture="EsmForMaskedLM",
+    bare="EsmModel",
+    of_head="lm_head.",
+    rules=(
+        *SIZES,
+        Rotary(max_seq_len=1026),
+        Same("layer_norm_eps", "residual.norm_eps", 1e-12),
+        Choice(
+            "emb_layer_norm_before",
+            "encoder.embedding_norm",
+            {False: False, True: True, None: False},
+            None,
+        ),
+        TokenDropout(),
+        Padding(),
+        Choice("hidden_act", "mlp", {"gelu": "gelu_erf"}, "gelu"),
+        *NO_DECODER,
+        Choice("position_embedding_type", "positions.kind", {"rotary": "rotary"}, "absolute"),
+        Fixed("is_folding_model", False),
+    ),
+    always={**ENCODER, "bias": True},
+    tensors=table(
+        f"""
+        embedding.weight             {{prefix}}embeddings.word_embeddings.weight
+        embedding_norm.scale         {{prefix}}embeddings.layer_norm.weight
+        embedding_norm.bias          {{prefix}}embeddings.layer_norm.bias
+        final_norm.scale             {{prefix}}encoder.emb_layer_norm_after.weight
+        final_norm.bias              {{prefix}}encoder.emb_layer_norm_after.bias
+        pooler.weight                {{prefix}}pooler.dense.weight  features embed
+        pooler.bias                  {{prefix}}pooler.dense.bias
+        {_OF_BERT}
+        blocks.attention_norm.scale  attention.LayerNorm.weight
+        blocks.attention_norm.bias   attention.LayerNorm.bias
+        blocks.mlp_norm.scale        LayerNorm.weight
+        blocks.mlp_norm.bias         LayerNorm.bias
+        """
+        + _LM_HEAD,
+        layer=_IN_BERT,
+    ),
+    prefixes=("esm.", ""),
+    marker="{prefix}embeddings.word_embeddings.weight",
+    ignored=words("esmfold_config vocab_list"),
+    # A table that rotary positions leave unused is in older files.
+    buffers=("position_ids", "rotary_embeddings.inv_freq", "position_embeddings.weight"),
+    copies=_LM_COPIES,
+    left_out=dict.fromkeys(
+        ("esm.contact_head.", "contact_head."), "a regression of contacts on attention"
+    ),
+)
+MODERNBERT = encoder(
+    model_type="modernbert",
+    architecture="ModernBertForMaskedLM",
+    bare="ModernBertModel",
+    of_head="head.norm.",
+    rules=(
+        *SIZES,
+        Rotary(
+            theta=160_000.0,
+            local=10_000.0,
+            max_seq_len=8192,
+            theta_name="global_rope_theta",
+            local_name="local_rope_theta",
+        ),
+        TwoSidedWindow(period=None),
+        Same("norm_eps", "residual.norm_eps", 1e-5),
+        Same("norm_bias", "residual.norm_bias", False),
+        Each("attention_bias", "attention.qkv_bias attention.out_bias", False),
+        Fixed("mlp_bias", False),
+        Same("decoder_bias", "head_bias", True),
+        Same("classifier_bias", "encoder.transform_bias", False),
+        Choice("hidden_activation", "mlp", {"gelu": "geglu_erf"}, "gelu"),
+        Fixed("classifier_activation", "gelu"),
+    ),
+    always={**ENCODER, "encoder.first_norm": False},
+    tensors=table(
+        """
+        embedding.weight             {prefix}embeddings.tok_embeddings.weight
+        embedding_norm.scale         {prefix}embeddings.norm.weight
+        embedding_norm.bias          {prefix}embeddings.norm.bias
+        final_norm.scale             {prefix}final_norm.weight
+        final_norm.bias              {prefix}final_norm.bias
+        blocks.attention_norm.scale  attn_norm.weight
+        blocks.attention_norm.bias   attn_norm.bias
+        blocks.attention.wq          attn.Wqkv.weight  part.heads.head_dim embed     0/3
+        blocks.attention.wk          attn.Wqkv.weight  part.kv_heads.head_dim embed  1/3
+        blocks.attention.wv          attn.Wqkv.weight  part.kv_heads.head_dim embed  2/3
+        blocks.attention.bq          attn.Wqkv.bias    part.heads.head_dim           0/3
+        blocks.attention.bk          attn.Wqkv.bias    part.kv_heads.head_dim        1/3
+        blocks.attention.bv          attn.Wqkv.bias    part.kv_heads.head_dim        2/3
+        blocks.attention.wo          attn.Wo.weight    embed heads.head_dim
+        blocks.attention.bo          attn.Wo.bias
+        blocks.mlp_norm.scale        mlp_norm.weight
+        blocks.mlp_norm.bias         mlp_norm.bias
+        blocks.mlp.w_gate            mlp.Wi.weight     part.mlp embed  0/2
+        blocks.mlp.w_up              mlp.Wi.weight     part.mlp embed  1/2
+        blocks.mlp.w_down            mlp.Wo.weight     embed mlp
+        """
+        + _head("head.dense", "head.norm", "decoder", "decoder.bias"),
+        layer="{prefix}layers.{layer}.",
+    ),
+    prefixes=("model.", ""),
+    marker="{prefix}embeddings.tok_embeddings.weight",
+    # Rates and starts of training, heads that are not these, and how products are computed.
+    ignored=words(
+        "classifier_pooling cls_token_id deterministic_flash_attn embedding_dropout "
+        "initializer_cutoff_factor mlp_dropout reference_compile repad_logits_with_grad "
+        "sparse_pred_ignore_index sparse_prediction"
+    ),
+    copies={"decoder.weight": "{prefix}embeddings.tok_embeddings.weight"},
+)
