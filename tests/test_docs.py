@@ -42,7 +42,7 @@ LAUNCH = sorted((DOCS / "launch").iterdir())
 SLOW = {
     *(f"docs/concepts/{name}.md" for name in ("derivatives", "models", "precision")),
     *(f"docs/guides/{name}.md" for name in ("distillation", "evaluation", "finetuning")),
-    *(f"docs/guides/{name}.md" for name in ("generate", "preferences")),
+    *(f"docs/guides/{name}.md" for name in ("generate", "preferences", "rewards")),
     *(f"docs/how-to/{name}.md" for name in ("attention", "freeze", "precision", "recurrence")),
     *(f"docs/how-to/{name}.md" for name in ("resume", "shard")),
     "docs/reference/wrappers.md",

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from zoo import transformer as transformer
     from zoo.alignment import distillation as distillation
     from zoo.alignment import preferences as preferences
+    from zoo.alignment import reinforcement as reinforcement
     from zoo.alignment.pairs import PairDataset as PairDataset
     from zoo.common.configuration import may_differ as may_differ
     from zoo.data import tabular as tabular
@@ -87,8 +88,13 @@ if TYPE_CHECKING:
 
 # The same imports, by modules: made at the first use of a name (tests/test_layering.py compares).
 _HOMES = {
+<<<<<<< HEAD
     "zoo": "hf mlp rnn sharding transformer",
     "zoo.alignment": "distillation preferences",
+=======
+    "zoo": "bert hf mlp rnn sharding transformer",
+    "zoo.alignment": "distillation preferences reinforcement",
+>>>>>>> cb68b951 (Train on rewards: recipes.reinforce and zoo.reinforcement, with exact resume)
     "zoo.alignment.pairs": "PairDataset",
     "zoo.common.configuration": "may_differ",
     "zoo.data": "tabular text tokenizer",

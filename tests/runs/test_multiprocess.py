@@ -132,6 +132,19 @@ def test_two_processes_finetune_bit_for_bit_as_one(name, shared, tmp_path):
 
 
 @pytest.mark.slow
+def test_two_processes_learn_from_rewards_as_one(shared, tmp_path):
+    """Both draw all answers; process 0 has them rewarded, and tells the other."""
+    recipe, one, two = Recipe("reinforce", shared), tmp_path / "one", tmp_path / "two"
+    flags = ("--mesh=fsdp=2", "--steps=6")
+    recipe.run(one, *FLAGS, *flags, devices=2)
+    first, second = (finish(p) for p in start_processes(recipe, two, *flags, devices=1))
+    assert (two / "samples.jsonl").read_bytes() == (one / "samples.jsonl").read_bytes()
+    assert metrics(two) == metrics(one)
+    assert "prompts to train on" in first
+    assert "prompts to train on" not in second
+
+
+@pytest.mark.slow
 def test_two_processes_average_and_keep_the_best(shared, tmp_path):
     recipe, run_dir, alone = Recipe("lm", shared), tmp_path / "run", tmp_path / "alone"
     flags = ("--eval-every=6", "--average=0.9", "--keep-best=average/eval_loss", "--patience=9")

@@ -111,7 +111,7 @@ POINTS = jnp.arange(8, dtype=jnp.float32).reshape(2, 4)
 
 @pytest.mark.parametrize(
     "name",
-    [name if name == "lm" else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES],
+    [name if name == "lm" else pytest.param(name, marks=pytest.mark.slow) for name in EVALUATION],
 )
 def test_run_writes_all_documented_files(name, train, tmp_path, monkeypatch, capsys):
     states, fit = [], loop.fit

@@ -215,7 +215,9 @@ class Teacher:
                 f"teacher={config.teacher!r} is no language model, and has no next token to "
                 f"learn: {error}"
             ) from error
-        language.check_row_lengths(config.data, self.skeleton.config, f"teacher={config.teacher!r}")
+        language.check_row_lengths(
+            config.row_lengths, self.skeleton.config, f"teacher={config.teacher!r}"
+        )
         self.vocab_size = int(self.skeleton.config.vocab_size)
         folder, given = nearest(self.folder, FILE_NAME), config.data.tokenizer
         self.tokenizer_spec = str(folder) if (folder / FILE_NAME).is_file() else given

@@ -158,6 +158,7 @@ class Sampler(eqx.Module):
     min_p: Float[Array, ""] | None = None
     repetition: Float[Array, ""] | None = None
     bias: Float[Array, "vocab"] | None = None
+    scales_logprobs: bool = eqx.field(static=True, default=False)
 
     @staticmethod
     def of(sampling: Sampling, vocab_size: int, key: Key[Array, ""] | None) -> "Sampler":
@@ -213,6 +214,15 @@ class Sampler(eqx.Module):
         logits, ids = self._left(logits)
         drawn = jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)
         return drawn if ids is None else jnp.take_along_axis(ids, drawn[:, None], axis=1)[:, 0]
+
+    def judged(
+        self, logits: Float[Array, "batch vocab"], seen: Bool[Array, "batch vocab"] | None
+    ) -> Float[Array, "batch vocab"]:
+        """The logits whose log-probabilities are kept: the model's own, or scaled."""
+        if not self.scales_logprobs:
+            return logits
+        logits = self.adjusted(logits, seen)
+        return logits if self.temperature is None else logits / self.temperature
 
     def probabilities(self, logits: Float[Array, "*rows vocab"]) -> Float[Array, "*rows vocab"]:
         """The probability of each token to be drawn, without a penalty."""

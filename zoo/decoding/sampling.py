@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import equinox as eqx
 import jax
@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Int, Key, PyTree
 
 from zoo import sharding
-from zoo.common.configuration import check_ids
+from zoo.common.configuration import check_ids, require
 from zoo.decoding.decoder import Decoder, decoder_of
 from zoo.decoding.drawing import Sampler, Sampling, SamplingOptions, State
 from zoo.decoding.speculative import Draft, draft_and_judge, read
@@ -37,7 +37,7 @@ def generate(
     draft: PyTree | None = None,
     draft_tokens: int = 4,
     key: Key[Array, ""] | None = None,
-    logprobs: bool = False,
+    logprobs: bool | Literal["scaled"] = False,
     **options: Unpack[SamplingOptions],
 ) -> Any:
     """The prompts and up to `max_new_tokens` sampled tokens after each.
@@ -55,7 +55,8 @@ def generate(
 
     With `logprobs` the result is a pair: the tokens, and the log-probability that the model itself
     gave each new token, before temperature, penalty and biases, float32[batch, max_new_tokens]
-    (0 behind a stop token), or lists as long as the new tokens.
+    (0 behind a stop token), or lists as long as the new tokens. With "scaled" it is that after
+    these three, before `top_k`, `top_p` and `min_p`.
 
     Raises:
         ValueError: a model that is no decoder, an empty prompt, ids that it does not have, more
@@ -65,10 +66,13 @@ def generate(
     sampling = dataclasses.replace(sampling or Sampling(), **options)
     rows = Rows(model, prompt, max_new_tokens, sampling.stop_tokens, draft, draft_tokens)
     sampler = rows.sampler(sampling, key)
+    if logprobs == "scaled":
+        require(draft is None, "logprobs='scaled' cannot go with a draft: leave one of them out")
+        sampler = dataclasses.replace(sampler, scales_logprobs=True)
     new = np.zeros((len(rows.prompts), 0), np.int32)
     logs = np.zeros(new.shape, np.float32)
     if max_new_tokens > 0:
-        state, advance = _begin(rows, sampler, logprobs)
+        state, advance = _begin(rows, sampler, bool(logprobs))
         state = advance(state, max_new_tokens)
         new = np.array(state.tokens)[: len(rows.prompts), :max_new_tokens]
         count = int(state.count)
@@ -252,7 +256,7 @@ def _read_prompts(arrays: tuple[Any, ...], length: int, room: int, logprobs: boo
         _, draft_cache = read(draft.decoder, tokens, mask, length, draft)
         state = dataclasses.replace(state, draft_cache=draft_cache, steps=jnp.int32(0))
     token = sampler.draw(logits, state.count, seen)
-    return state.append(token[:, None], logits[:, None], 1, stops)
+    return state.append(token[:, None], sampler.judged(logits, seen)[:, None], 1, stops)
 
 
 @eqx.filter_jit(donate="all-except-first")
@@ -269,6 +273,7 @@ def _advance(arrays: tuple[Any, ...], state: State) -> State:
         last = jax.lax.dynamic_index_in_dim(state.tokens, state.count - 1, 1, keepdims=False)
         logits, cache = decoder.decode(last, state.cache)
         token = sampler.draw(logits, state.count, state.seen)
-        return state.append(token[:, None], logits[:, None], 1, stops, cache=cache)
+        judged = sampler.judged(logits, state.seen)
+        return state.append(token[:, None], judged[:, None], 1, stops, cache=cache)
 
     return jax.lax.while_loop(unfinished, step, state).whole()

@@ -52,8 +52,8 @@ class Config:
     the run ends."""
     keep_best: str | None = may_differ(None)
     """Metric of the evaluations, such as eval_loss or average/eval_loss, by which the best model so
-    far is kept as best/ in the run's folder; the highest accuracy is best, and the lowest of
-    others."""
+    far is kept as best/ in the run's folder; the highest accuracy, reward or pass@… is best, and
+    the lowest of others."""
     log_every: int = may_differ(10)
     """Steps between lines of metrics.jsonl."""
     eval_every: int = may_differ(100)

@@ -12,7 +12,7 @@ from zoo.common import addresses, files
 Number = float | int  # spelled out for run-time checkers, to which an int is no float
 
 
-Value = Number | str | None
+Value = Number | str | None | list[Any]
 
 
 _NON_FINITE = ("nan", "inf", "-inf")  # as Python's float() reads them; JSON has no such numbers
@@ -101,9 +101,9 @@ def plot_curves(metrics_path: Path, png_path: Path) -> None:
     """Draw a run's metrics.jsonl as curves.png: loss, learning rate, gradient norm, speed.
 
     Draws whichever of `loss`, `next_token` (its part, where it has others), `eval_loss`,
-    `learning_rate`, `grad_norm`, `tokens_per_second` and `examples_per_second` the file holds, the
-    `eval_loss` of further evaluations by their names (`average/eval_loss`), and no picture when it
-    holds none of them.
+    `reward`, `pass@1`, `learning_rate`, `grad_norm`, `tokens_per_second` and `examples_per_second`
+    the file holds, the `eval_loss` of further evaluations by their names (`average/eval_loss`), and
+    no picture when it holds none of them.
     """
     from matplotlib.figure import Figure  # here: a run need not wait for it before its first step
     from matplotlib.ticker import EngFormatter, MaxNLocator
@@ -112,7 +112,7 @@ def plot_curves(metrics_path: Path, png_path: Path) -> None:
     named = dict.fromkeys(n for r in records for n in r if n.endswith("/eval_loss"))
     losses = ("loss", "next_token", "eval_loss", *named)
     speeds = ("tokens_per_second", "examples_per_second")
-    panels = ("learning_rate", "grad_norm", *speeds)
+    panels = ("reward", "pass@1", "learning_rate", "grad_norm", *speeds)
     series = {name: _series(records, name) for name in losses + panels}
     series = {name: xy for name, xy in series.items() if np.isfinite(xy[1]).any()}
     left = ["losses"] if any(name in series for name in losses) else []

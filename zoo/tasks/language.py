@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,10 +60,13 @@ def check_samples(config: Any, *, label: str | None = None) -> None:
     )
 
 
-def check_row_lengths(data: text.Source, model: Any, what: str) -> None:
-    """Raise a ValueError for rows with more tokens than a model's configuration has positions."""
+def check_row_lengths(rows: Mapping[str, tuple[int, ...]], model: Any, what: str) -> None:
+    """Raise a ValueError for rows with more tokens than a model's configuration has positions.
+
+    `rows` has their lengths, by the field that says so.
+    """
     limit = getattr(model, "max_seq_len", None)
-    for flag, lengths in data.row_lengths.items():
+    for flag, lengths in rows.items():
         require(
             limit is None or max(lengths) <= limit,
             f"{flag}={max(lengths)}: {what} has {limit} positions (its max_seq_len); give rows of "

@@ -23,6 +23,8 @@ from zoo.sharding.axes import keystr
 from zoo.training.description import Training
 from zoo.training.state import TrainState
 
+_HIGH_IS_GOOD = ("accuracy", "reward", "pass@")  # in the names of metrics
+
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
@@ -263,7 +265,7 @@ def with_flags(config: Config, given: Sequence[Callback], save: Save) -> list[Ca
         found.append(
             BestCheckpoint(
                 config.keep_best,
-                "max" if "accuracy" in config.keep_best else "min",
+                "max" if any(x in config.keep_best for x in _HIGH_IS_GOOD) else "min",
                 model=lambda state: average.model if average and is_averaged else state.model,
                 save=save,
             )

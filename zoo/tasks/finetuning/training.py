@@ -2,7 +2,7 @@
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from math import nan
 from pathlib import Path
@@ -77,7 +77,7 @@ class Base:
                 f"model={config.model!r} is a {type(self.skeleton).__name__} that reads no tokens: "
                 "begin with a transformer, or an RNN with a vocab_size"
             )
-        language.check_row_lengths(config.data, self.skeleton.config, config.model)
+        language.check_row_lengths(config.row_lengths, self.skeleton.config, config.model)
         # Patterns that match nothing, and adapters that cannot be saved, before the text is read.
         num_classes = 2 if config.label else 0  # or more
         prepared = eqx.filter_eval_shape(
@@ -289,7 +289,7 @@ def train(
     ends = (*choose_eos_ids(base.skeleton.config, base.tokenizer), *turns)
     prompt = _sample_prompt(data)
     make_model = lambda key, model: prepare(config, model, key)  # noqa: E731
-    training = _from_base(describe(run, config.optimizer, data, make_model), config, base)
+    training = from_base(describe(run, config.optimizer, data, make_model), config, base)
     language.check(training, data, sample_tokens=config.sample_tokens, prompt=len(prompt))
     sample_of = lambda model: language.sample(  # noqa: E731
         model,
@@ -308,15 +308,20 @@ def train(
     after, steps = trained.model_metrics, int(trained.state.step)
     model = save(run, base, trained.model, {**after, "steps": steps}, new_ends)
     del trained, more  # and the optimizer's state, whose room the model of before takes
+    say_before_and_after(run, after)
+    published = base.load()
+    for when, shown in (("before", published), ("after", model)):
+        run.say(f"\n--- a sample {when} ---\n{sample_of(shown)}")
+
+
+def say_before_and_after(run: Run[Config], after: Mapping[str, float]) -> None:
+    """Show the held-out metrics of a run's end beside those before its first step."""
     records = read_metrics(run.folder / "metrics.jsonl")
     before = next((x for x in records if x["step"] == 0), {})  # none where the file was lost
     width = max(18, *(len(name) + 1 for name in after))
     run.say(f"{'held out':{width}}{'before':>16}{'after':>16}")
     for name, x in after.items():
         run.say(f"{name:{width}}{before.get(name, nan):16.4f}{x:16.4f}")
-    published = base.load()
-    for when, shown in (("before", published), ("after", model)):
-        run.say(f"\n--- a sample {when} ---\n{sample_of(shown)}")
 
 
 def _sample_prompt(data: text.Text) -> list[int]:
@@ -339,7 +344,7 @@ def train_classifier(run: Run[Config], base: Base, data: text.Text) -> None:
         plain = base.as_stored(merge(run, model))
         models.save(folder, plain, tokenizer=base.tokenizer, metrics=metrics)
 
-    classification.train(run, _from_base(training, config, base), save=save)
+    classification.train(run, from_base(training, config, base), save=save)
 
 
 def save(
@@ -387,7 +392,7 @@ def saver(run: Run[Config], base: Base, new_ends: tuple[int, ...]) -> Save:
 AnyTraining = TypeVar("AnyTraining", bound=Training)
 
 
-def _from_base(training: AnyTraining, config: Config, base: Base) -> AnyTraining:
+def from_base(training: AnyTraining, config: Config, base: Base) -> AnyTraining:
     """The same training, of an existing model, in full or in part."""
     return dataclasses.replace(
         training,
