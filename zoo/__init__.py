@@ -88,13 +88,8 @@ if TYPE_CHECKING:
 
 # The same imports, by modules: made at the first use of a name (tests/test_layering.py compares).
 _HOMES = {
-<<<<<<< HEAD
     "zoo": "hf mlp rnn sharding transformer",
-    "zoo.alignment": "distillation preferences",
-=======
-    "zoo": "bert hf mlp rnn sharding transformer",
     "zoo.alignment": "distillation preferences reinforcement",
->>>>>>> cb68b951 (Train on rewards: recipes.reinforce and zoo.reinforcement, with exact resume)
     "zoo.alignment.pairs": "PairDataset",
     "zoo.common.configuration": "may_differ",
     "zoo.data": "tabular text tokenizer",

@@ -42,7 +42,7 @@ class Rewards:
     A context; its end ends the processes.
 
     Raises:
-        ValueError: the function cannot be imported, or is none.
+        ValueError: the function cannot be imported, or is not a function.
     """
 
     def __init__(self, function: str, *, workers: int = 2, seconds: float = 10.0):
