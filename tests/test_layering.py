@@ -80,7 +80,7 @@ CEILINGS = {
     "runs": 4994,
     "tasks": 1644,
     "alignment": 1926,
-    "planning": 3032,
+    "planning": 3036,
     "evaluation": 1012,
     "export": 863,
     "__main__": 140,

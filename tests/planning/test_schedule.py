@@ -193,6 +193,20 @@ def total_flops(text):
     [
         (("f32[6,5]", "f32[5,7]"), "f32[6,7] dot({}), lhs_contracting_dims={{1}}", 6 * 5 * 7),
         (("bf16[6,5]", "bf16[5,7]"), "bf16[6,7] convolution({}), dim_labels=bf_io->bf", 6 * 5 * 7),
+        *(
+            (
+                (f"{dtype}[6,5]", f"{dtype}[5,7]"),
+                "f32[6,7] convolution({}), dim_labels=bf_io->bf, operand_precision={{"
+                + name
+                + "}}",
+                passes * 6 * 5 * 7,
+            )
+            for dtype, name, passes in (
+                ("f32", "highest,highest", 6),
+                ("f32", "high,high", 3),
+                ("bf16", "highest,highest", 1),
+            )
+        ),
         (
             # Heads as the places of a window that meet one value each: the rest is padding.
             ("bf16[6,5,1]", "bf16[8,16,5]"),

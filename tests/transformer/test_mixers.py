@@ -1,5 +1,6 @@
 """Hybrids: layers of attention and of recurrences, by a pattern, in one transformer."""
 
+import itertools
 from typing import Any
 
 import equinox as eqx
@@ -24,13 +25,12 @@ from helpers import (
 import zoo
 from zoo import losses, sharding
 from zoo.common import configuration
-from zoo.nn.products import is_quantized
+from zoo.nn.products import dequantize, is_quantized
 from zoo.nn.recurrences.chunks import RecurrenceConfig
 from zoo.nn.recurrences.marks import Marks
 from zoo.nn.recurrences.mixers import MIXERS
 from zoo.nn.remat import apart
 from zoo.publishing import PublishError
-from zoo.quantization.loading import quantized_skeleton
 from zoo.transformer.flops import num_flops_per_token
 from zoo.transformer.rotary import rotary_tables
 from zoo.wrappers import lora
@@ -184,31 +184,41 @@ def test_what_layers_add_is_divided_by_their_number():
 
 @pytest.mark.parametrize("kind", MIXERS)
 def test_packed_documents_are_those_of_rows_of_their_own(kind):
-    """Padding is before, behind and between them, and has other tokens."""
+    """Three documents in every split over two rows, with padding before, behind and between them.
+
+    Padding has other tokens; logits are the same, and sums of losses.
+    """
     model = drawn_transformer(**hybrid(kind))
-    call = eqx.filter_jit(
-        lambda model, *rows: model(rows[0], segment_ids=rows[1], positions=rows[2])
-    )
     rng = np.random.default_rng(0)
-    lengths = (7, 5, 6)
-    documents = [rng.integers(0, VOCAB, n) for n in lengths]
-    alone = np.zeros((3, 24), np.int32)
-    shown = np.zeros((3, 24), np.int32)
-    for row, document in enumerate(documents):
-        alone[row, : len(document)], shown[row, : len(document)] = document, 1
-    places = np.broadcast_to(np.arange(24), (3, 24)).astype(np.int32)
-    want = np.asarray(call(model, *map(jnp.asarray, (alone, shown, places))))
-    packed, segments = rng.integers(0, VOCAB, (3, 24)).astype(np.int32), np.zeros((3, 24), np.int32)
-    places = np.zeros((3, 24), np.int32)
-    for index, (start, document) in enumerate(zip((2, 9, 16), documents, strict=True)):
-        where = slice(start, start + len(document))
-        packed[0, where], segments[0, where] = document, index + 1
-        places[0, where] = np.arange(len(document))
-    found = np.asarray(call(model, *map(jnp.asarray, (packed, segments, places))))
-    for index, (start, length) in enumerate(zip((2, 9, 16), lengths, strict=True)):
-        np.testing.assert_allclose(
-            found[0, start : start + length], want[index, :length], rtol=0, atol=2e-5
-        )
+    documents = [rng.integers(0, VOCAB, n) for n in (7, 5, 6)]
+
+    @eqx.filter_jit
+    def call(model: Any, tokens: Any, segment_ids: Any, positions: Any) -> Any:
+        logits = model(tokens, segment_ids=segment_ids, positions=positions)
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1)[..., 0]
+        return logits, jnp.where(segment_ids > 0, chosen, 0.0).sum()
+
+    def found(split: tuple[int, ...], before: int, between: int) -> tuple[list, float]:
+        """Each document's logits, in the rows that `split` says, and the sum over all of them."""
+        tokens = rng.integers(0, VOCAB, (3, 26)).astype(np.int32)
+        segments, places = np.zeros((2, 3, 26), np.int32)
+        ends, where = [before] * 3, []
+        for index, (row, document) in enumerate(zip(split, documents, strict=True)):
+            at = slice(ends[row], ends[row] + len(document))
+            tokens[row, at], segments[row, at] = document, index + 1
+            places[row, at] = np.arange(len(document))
+            ends[row] = at.stop + between
+            where.append((row, at))
+        logits, total = call(model, *map(jnp.asarray, (tokens, segments, places)))
+        return [np.asarray(logits)[each] for each in where], float(total)
+
+    want, total = found((0, 1, 2), 0, 0)
+    for split in itertools.product((0, 1), repeat=3):
+        for before, between in ((0, 0), (2, 0), (1, 3)):
+            got, sum_of_all = found(split, before, between)
+            assert sum_of_all == pytest.approx(total, rel=1e-6)
+            for x, y in zip(got, want, strict=True):
+                np.testing.assert_allclose(x, y, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("kind", MIXERS)
@@ -254,6 +264,11 @@ def test_the_loop_and_what_it_keeps_change_nothing(changes):
         ("mlstm", "context=4,tensor=2", 2e-5),
         # The norms of short keys and of the first outputs enlarge what is rounded.
         ("gated_deltanet", "fsdp=2,context=2,tensor=2", 3e-4),
+        *(
+            pytest.param(kind, f"context={parts}", rtol, marks=pytest.mark.slow)
+            for kind, rtol in (("mamba2", 2e-5), ("mlstm", 2e-5), ("gated_deltanet", 3e-4))
+            for parts in (2, 4, 8)
+        ),
     ],
 )
 def test_the_mesh_does_not_change_losses_and_gradients(kind, spec, rtol):
@@ -282,15 +297,37 @@ def test_a_hybrid_trains_on_a_mesh_in_bf16():
     assert state.model.blocks.recurrence.gates.bias.dtype == jnp.float32
 
 
-def test_matrices_of_recurrent_layers_are_adapted_and_quantised():
-    model = drawn_transformer(**hybrid("gated_deltanet", **GATED))
-    adapted = lora.adapt(model, lora.Config(rank=2), key=KEY)
+@pytest.mark.parametrize(
+    ("kind", "bits"),
+    [
+        ("mamba2", "int4"),
+        pytest.param("gated_deltanet", "int4", marks=pytest.mark.slow),
+        pytest.param("gated_deltanet", "int8", marks=pytest.mark.slow),
+        pytest.param("mlstm", "int8", marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_train_beside_quantised_matrices_of_recurrent_layers(kind, bits, tmp_path):
+    """As beside plain matrices of the same numbers, which are not those before."""
+    plain = drawn_transformer(**hybrid(kind, num_layers=2, **GATED))
+    zoo.save(tmp_path / "base", plain)
+    base = zoo.load(tmp_path / "base", quantize=bits)
+    found = base.blocks.recurrence
+    assert all(map(is_quantized, (found.wz, found.wo, base.blocks.attention.wg)))
+    adapted, same = (lora.adapt(x, lora.Config(rank=2), key=KEY) for x in (base, dequantize(base)))
     found = adapted.blocks.recurrence
-    assert all(map(lora.is_adapted, (found.wq, found.wz, found.wo, adapted.blocks.attention.wg)))
+    assert all(map(lora.is_adapted, (found.wz, found.wo, adapted.blocks.attention.wg)))
     batch = jax.tree.map(jnp.asarray, token_batch(2, 12))
-    assert_trees_close(gradients(adapted, batch)[0], gradients(model, batch)[0], rtol=1e-6)
-    kinds = quantized_skeleton(eqx.filter_eval_shape(lambda: model), "int8")
-    assert all(map(is_quantized, (kinds.blocks.recurrence.wz, kinds.blocks.attention.wg)))
+
+    @eqx.filter_jit
+    def gradients_of_adapters(model: Any) -> tuple:
+        trained, rest = eqx.partition(model, lora.trainable(model))
+        total = lambda x: losses.next_token(eqx.combine(x, rest), batch, None)[0]
+        return eqx.filter_value_and_grad(total)(trained)
+
+    (loss, gradient), (want, expected) = map(gradients_of_adapters, (adapted, same))
+    assert_trees_close(loss, want, rtol=1e-5)
+    assert_trees_close(gradient, expected, rtol=1e-3, atol=1e-5)
+    assert abs(float(gradients(plain, batch)[0]) / float(loss) - 1) > 1e-4
 
 
 def test_flops_are_those_of_each_kind_of_layer():

@@ -168,10 +168,14 @@ def _is_updated(parameter: Instruction) -> bool:
     return False
 
 
+_PASSES = {"high": 3, "highest": 6}  # of bf16, on a TPU
+
+
 def flops(instruction: Instruction, of: str = "") -> float:
     """FLOPs of an instruction, or of all instructions in a fusion: two per multiply and add.
 
-    TPUs write a product as a convolution. Kernels are left out: the text says nothing of them.
+    TPUs write a product as a convolution. One of fp32 that is not to be rounded counts as the
+    products of bf16 that they make of it. Kernels are left out: the text says nothing of them.
     `of` is a type of HLO's, such as "s8", that the operands of the products counted have.
     """
     if instruction.opcode == "fusion":
@@ -182,7 +186,9 @@ def flops(instruction: Instruction, of: str = "") -> float:
     if not operands[0].type.startswith(of):
         return 0.0
     if instruction.opcode == "convolution":
-        return _convolution([_sizes(x.type) for x in operands], instruction)
+        precision = instruction.attribute(r"operand_precision=\{(\w+)") or ""
+        passes = _PASSES.get(precision, 1) if operands[0].type.startswith("f32") else 1
+        return passes * _convolution([_sizes(x.type) for x in operands], instruction)
     contracted = instruction.attribute(r"lhs_contracting_dims=\{([\d,]*)\}")
     if instruction.opcode == "custom-call":  # of cuBLAS
         found = instruction.attribute(r'lhs_contracting_dimensions":\[([\d,"]*)\]')
