@@ -290,8 +290,8 @@ def _by_network(model: str, target: str, mesh: str, accumulate: int) -> Table:
     alike: dict[tuple[Any, ...], list[Collective]] = defaultdict(list)
     for each in step.collectives:
         crosses = step.topology.between(each) > 0
-        alike[not crosses, each.kind, each.dtype, each.group_size].append(each)
-    for (inside, kind, dtype, size), group in sorted(alike.items()):
+        alike[not crosses, each.kind, each.group_size].append(each)
+    for (inside, kind, size), group in sorted(alike.items()):
         total = sum(each.total for each in group)
         if inside and total < 2**20:
             continue
@@ -300,7 +300,6 @@ def _by_network(model: str, target: str, mesh: str, accumulate: int) -> Table:
             {
                 "network": "within a slice" if inside else "between slices",
                 "collective": kind,
-                "dtype": dtype,
                 "devices": size,
                 "first replica group": _first_group(group[0]),
                 "times per step": sum(each.times for each in group),
