@@ -89,10 +89,10 @@ def train_steps(
             flops = rows * num_flops_per_example(zoo_model.mlp_sizes(mlp))
             title, mine = f"MLP train step, {each}", chosen("mlp")
             tables.append(compare(title, mine, mlp, each, timing, flops=flops, examples=rows))
-    for shape in (digits, dates) if "example" in models else ():
-        title, mine = f"train step of the example project's {shape.network}", chosen("example")
-        flops, rows = example.flops(shape), shape.batch_size
-        tables.append(compare(title, mine, shape, "fp32", timing, flops=flops, examples=rows))
+    for project in (digits, dates) if "example" in models else ():
+        title, mine = f"train step of the example project's {project.network}", chosen("example")
+        flops, rows = example.flops(project), project.batch_size
+        tables.append(compare(title, mine, project, "fp32", timing, flops=flops, examples=rows))
     return tables
 
 

@@ -137,7 +137,7 @@ class LanguageModel(nnx.Module):
         weights = shape.weights()
         self.embedding = embedding(weights["embedding"], dtype)
         self.layers = nnx.List(
-            nnx.RNN(cell(*(weights[name][i] for name in ("ih", "hh", "bias")), dtype))
+            nnx.RNN(cell(weights["ih"][i], weights["hh"][i], weights["bias"][i], dtype))
             for i in range(shape.num_layers)
         )
         self.head = linear(weights["head"], weights["head_bias"], dtype)
