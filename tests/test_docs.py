@@ -50,7 +50,13 @@ SLOW = {
 }
 NOT_RUN = {
     "docs/how-to/pretrained.md": ["network"],
-    "docs/guides/hugging-face.md": ["network", "a finished run", "transformers", "ctranslate2"],
+    "docs/guides/hugging-face.md": [
+        "network",
+        "network",
+        "a finished run",
+        "transformers",
+        "ctranslate2",
+    ],
 }
 
 FENCE = re.compile(r"^( *)```+ *([\w-]*)(?: +run=\"([^\"]+)\")? *(.*)$")

@@ -1,4 +1,6 @@
+import functools
 import json
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -194,6 +196,12 @@ def test_numbers_out_of_range_are_refused():
         preferences.orpo(beta=-1.0)
     with pytest.raises(ValueError, match=r"label_smoothing=0.5: must be in \[0, 0.5\)"):
         preferences.dpo(label_smoothing=0.5)
+    with pytest.raises(ValueError, match="gamma=-1"):
+        preferences.simpo(gamma=-1.0)
+    with pytest.raises(ValueError, match="beta=0"):
+        preferences.apo("zero", beta=0.0)
+    with pytest.raises(ValueError, match="beta=-1"):
+        preferences.ipo(beta=-1.0)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +216,9 @@ def test_numbers_out_of_range_are_refused():
             {"objective": "orpo", "label_smoothing": 0.1},
             "label_smoothing=0.1: objective='orpo' has none",
         ),
+        ("preferences", {"objective": "simpo", "beta": 2.0, "gamma": 1.0}, None),
+        ("preferences", {"objective": "apo_zero"}, None),
+        ("preferences", {"gamma": 1.0}, "gamma=1.0: objective='dpo' has none"),
         ("text", {"beta": 0.2}, r"beta=0.2: only data.format='preferences' \(now 'text'\)"),
     ],
 )
@@ -220,6 +231,47 @@ def test_configurations_that_do_not_go_together_are_refused(format, fields, mess
         return
     with pytest.raises(ValueError, match=message):
         make()
+
+
+class Given(eqx.Module):
+    """Of two tokens the first has a given probability at each place, whatever the tokens are."""
+
+    log_probs: Array
+
+    def __call__(self, tokens, **options):
+        return jnp.stack([self.log_probs, jnp.log1p(-jnp.exp(self.log_probs))], axis=-1)
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("dpo", preferences.dpo),
+        ("ipo", preferences.ipo),
+        ("apo_zero", functools.partial(preferences.apo, "zero")),
+        ("apo_down", functools.partial(preferences.apo, "down")),
+        ("simpo", preferences.simpo),
+    ],
+)
+def test_losses_are_those_of_trl(name, make):
+    """Numbers of `golden/make_preferences_golden.py`, which are TRL's."""
+    golden = json.loads((Path(__file__).parents[1] / "golden" / "preferences.json").read_text())
+    width = max(len(chosen) + len(rejected) for chosen, rejected in golden["tokens"]) + 2
+    log_probs = np.full((3, width), -1.0, np.float32)
+    weights, segments = np.zeros((3, width), np.float32), np.zeros((3, width), np.int32)
+    for row, pair in enumerate(golden["tokens"]):
+        place = 0
+        for side, answer in enumerate(pair):
+            segments[row, place : place + 1 + len(answer)] = side + 1  # and a prompt's token
+            log_probs[row, place + 1 : place + 1 + len(answer)] = answer
+            weights[row, place + 1 : place + 1 + len(answer)] = 1
+            place += 1 + len(answer)
+    zeros = np.zeros((3, width), np.int32)
+    batch = {"tokens": zeros, "targets": zeros, "weights": weights, "segment_ids": segments}
+    batch |= {"positions": zeros, "reference": np.asarray(golden["reference"], np.float32)}
+    options = {"gamma": golden["gamma"]} if name == "simpo" else {}
+    loss = make(beta=golden["beta"], **options)
+    total, weight, _ = loss(Given(jnp.asarray(log_probs)), jax.tree.map(jnp.asarray, batch), None)
+    assert float(total / weight) == pytest.approx(golden["losses"][name], rel=1e-5)
 
 
 def test_a_missing_reference_is_refused(dataset):

@@ -65,7 +65,7 @@ def of_bytes(name: str, **options: Any) -> BPETokenizer:
     return BPETokenizer(tokenizer, SPECIAL)
 
 
-def of_pieces(*, prepend: bool, lost: int = 0) -> BPETokenizer:
+def of_pieces(*, prepend: bool, lost: int = 0, late: bool = False) -> BPETokenizer:
     """BPE of characters as conversions from SentencePiece have it, Llama 2's or Gemma's."""
     special = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
     trained = Tokenizer(models.BPE())
@@ -78,6 +78,9 @@ def of_pieces(*, prepend: bool, lost: int = 0) -> BPETokenizer:
     pieces = dict.fromkeys("".join(pair) for pair in model["merges"])
     halves = [(x[:i], x[i:]) for x in pieces for i in range(1, len(x))]
     merges = [pair for pair in halves if pair[0] in known and pair[1] in known][lost:]
+    if late:  # one of two ways to a piece comes after other pieces
+        pieces = ["".join(pair) for pair in merges]
+        merges.append(merges.pop(next(i for i, x in enumerate(pieces) if pieces.count(x) > 1)))
     tokenizer = Tokenizer(
         models.BPE(known, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
     )
@@ -150,6 +153,8 @@ def test_other_kinds_are_refused():
         described(ByteTokenizer())
     with pytest.raises(PublishError, match="scores"):
         described(of_pieces(prepend=True, lost=3))
+    with pytest.raises(PublishError, match="scores"):
+        described(of_pieces(prepend=True, late=True))
     unigram = Tokenizer(models.Unigram([("<s>", 0.0), ("a", -1.0)], unk_id=0))
     with pytest.raises(PublishError, match="Unigram"):
         described(BPETokenizer(unigram, "<s>"))

@@ -1,4 +1,4 @@
-"""Preferences: the losses DPO, and ORPO, which has no reference model; and fine-tuning on them.
+"""Preferences: DPO, IPO and APO, and ORPO and SimPO without a reference model; fine-tuning on them.
 
 A batch is a `zoo.alignment.pairs.PairDataset`'s: a pair per row, the chosen example as segment 1
 and the rejected one as segment 2, with weights on the tokens of the answers. A loss is a sum over
@@ -39,6 +39,7 @@ from zoo.training.loss_values import LossFunction
 from zoo.wrappers import lora
 
 Metrics = dict[str, Array]
+Reference = Literal["batch", "base"]
 # From the log-probabilities of the sides, float32[batch, 2], to the losses, margins of rewards.
 PairLoss = Callable[[Array], tuple[Array, Array]]
 
@@ -47,7 +48,7 @@ def dpo(
     *,
     beta: float = 0.1,
     label_smoothing: float = 0.0,
-    reference: Literal["batch", "base"] = "batch",
+    reference: Reference = "batch",
 ) -> LossFunction:
     """Direct preference optimisation (Rafailov et al. 2023), as `make_train_step` takes it.
 
@@ -65,21 +66,95 @@ def dpo(
             without `reference`, or a model without adapters.
     """
     check(beta, label_smoothing)
+
+    def of(ratios_BS: Array, counts_BS: Array) -> tuple[Array, Array]:
+        margins_B = beta * (ratios_BS[:, 0] - ratios_BS[:, 1])
+        right, wrong = jax.nn.log_sigmoid(margins_B), jax.nn.log_sigmoid(-margins_B)
+        return -(1 - label_smoothing) * right - label_smoothing * wrong, margins_B
+
+    return _against(reference, of)
+
+
+def ipo(*, beta: float = 0.1, reference: Reference = "batch") -> LossFunction:
+    """Identity preference optimisation (Azar et al. 2024), with the options and metrics of `dpo`.
+
+    The loss of a pair is (m - 1 / (2 · beta))², of the margin m = log π(chosen)/π₀(chosen) -
+    log π(rejected)/π₀(rejected), each per token of its answer, as in TRL: it is not driven beyond
+    a margin.
+
+    Raises:
+        ValueError: as of `dpo`.
+    """
+    check(beta)
+
+    def of(ratios_BS: Array, counts_BS: Array) -> tuple[Array, Array]:
+        mean_BS = ratios_BS / jnp.maximum(counts_BS, 1)
+        margins_B = mean_BS[:, 0] - mean_BS[:, 1]
+        return (margins_B - 1 / (2 * beta)) ** 2, margins_B
+
+    return _against(reference, of)
+
+
+def apo(
+    kind: Literal["zero", "down"], *, beta: float = 0.1, reference: Reference = "batch"
+) -> LossFunction:
+    """Anchored preference optimisation (D'Oosterlinck et al. 2024), as `dpo`.
+
+    With the rewards r = beta · log π/π₀ of both answers the loss of a pair is, of kind "zero",
+    σ(-r(chosen)) + σ(r(rejected)), for answers of which the chosen one is better than the model's;
+    and of kind "down" σ(r(chosen)) + σ(r(rejected) - r(chosen)), for answers that are both worse.
+
+    Raises:
+        ValueError: an unknown kind, or as of `dpo`.
+    """
+    check(beta)
+    require(kind in ("zero", "down"), f"kind={kind!r}: choose 'zero' or 'down'")
+
+    def of(ratios_BS: Array, counts_BS: Array) -> tuple[Array, Array]:
+        chosen_B, rejected_B = beta * ratios_BS[:, 0], beta * ratios_BS[:, 1]
+        margins_B = chosen_B - rejected_B
+        if kind == "zero":
+            return jax.nn.sigmoid(-chosen_B) + jax.nn.sigmoid(rejected_B), margins_B
+        return jax.nn.sigmoid(chosen_B) + jax.nn.sigmoid(-margins_B), margins_B
+
+    return _against(reference, of)
+
+
+def _against(
+    reference: Reference, of: Callable[[Array, Array], tuple[Array, Array]]
+) -> LossFunction:
+    """The loss `of` the logarithms of π/π₀, float32[batch, 2], and the answers' tokens."""
     require(reference in ("batch", "base"), f"reference={reference!r}: choose 'batch' or 'base'")
 
     def pair_loss(model: PyTree, batch: dict[str, Array], counts_BS: Array) -> PairLoss:
         reference_BS = _reference(model, batch) if reference == "base" else _stored(batch)
-
-        def of(log_probs_BS: Array) -> tuple[Array, Array]:
-            rewards_BS = beta * (log_probs_BS - reference_BS)
-            margins_B = rewards_BS[:, 0] - rewards_BS[:, 1]
-            right, wrong = jax.nn.log_sigmoid(margins_B), jax.nn.log_sigmoid(-margins_B)
-            return -(1 - label_smoothing) * right - label_smoothing * wrong, margins_B
-
-        return of
+        return lambda log_probs_BS: of(log_probs_BS - reference_BS, counts_BS)
 
     loss = functools.partial(_loss, pair_loss)
     return losses.keeps_dtype("reference")(loss) if reference == "batch" else loss
+
+
+def simpo(*, beta: float = 2.0, gamma: float = 0.5) -> LossFunction:
+    """Simple preference optimisation (Meng et al. 2024), as `make_train_step` takes it.
+
+    The loss of a pair is -log σ(m), where the margin m = beta · (log p(chosen) - log p(rejected)) -
+    gamma has the probabilities p per token. There is no reference model. The metrics are `dpo`'s.
+
+    Raises:
+        ValueError: `beta` is not positive, or `gamma` negative.
+    """
+    check(beta)
+    require(gamma >= 0, f"gamma={gamma}: must not be negative; it is how far apart answers are")
+
+    def pair_loss(model: PyTree, batch: dict[str, Array], counts_BS: Array) -> PairLoss:
+        def of(log_probs_BS: Array) -> tuple[Array, Array]:
+            mean_BS = log_probs_BS / jnp.maximum(counts_BS, 1)
+            margins_B = beta * (mean_BS[:, 0] - mean_BS[:, 1]) - gamma
+            return -jax.nn.log_sigmoid(margins_B), margins_B
+
+        return of
+
+    return functools.partial(_loss, pair_loss)
 
 
 def orpo(*, beta: float = 0.1) -> LossFunction:
@@ -236,11 +311,14 @@ REFERENCE = "reference"  # a folder of the run
 class Config(finetuning.Config):
     """The fields of fine-tuning, and of its loss where the data are pairs of answers."""
 
-    objective: Literal["dpo", "orpo"] = "dpo"
-    """Loss of preferences: DPO, whose reference is the model to begin with, or ORPO, which has
-    none."""
+    objective: Literal["dpo", "ipo", "apo_zero", "apo_down", "orpo", "simpo"] = "dpo"
+    """Loss of preferences: DPO, IPO or APO (for chosen answers better than the model's, or worse),
+    whose reference is the model to begin with; or ORPO or SimPO, which have none."""
     beta: float = 0.1
-    """Of DPO, the strength of the pull to the reference; of ORPO, the weight of the odds ratio."""
+    """Of a loss with a reference, the strength of the pull to it; of ORPO, the weight of the odds
+    ratio; of SimPO, the factor of the answers' log-probabilities, usually 2."""
+    gamma: float = 0.5
+    """Of SimPO, the margin between the answers."""
     label_smoothing: float = 0.0
     """Share of the preferences that DPO takes to be the wrong way round."""
 
@@ -252,9 +330,13 @@ class Config(finetuning.Config):
             f"label_smoothing={self.label_smoothing}: objective={self.objective!r} has none; "
             "leave it out",
         )
+        require(
+            self.gamma == Config.gamma or self.objective == "simpo",
+            f"gamma={self.gamma}: objective={self.objective!r} has none; leave it out",
+        )
         given = [
             f"{name}={getattr(self, name)!r}"
-            for name in ("objective", "beta", "label_smoothing")
+            for name in ("objective", "beta", "gamma", "label_smoothing")
             if getattr(self, name) != getattr(Config, name)
         ]
         require(
@@ -280,32 +362,39 @@ def training(
 ) -> Training:
     """The training on pairs, with its held-out loss, accuracy and margin.
 
-    The reference of DPO is the base under the adapters; without adapters it is the base, whose
+    The reference is the base under the adapters; without adapters it is the base, whose
     log-probabilities are made once, at the run's first start, and kept by the run.
     """
     config = run.config
-    if config.objective == "orpo":
-        loss_fn = orpo(beta=config.beta)
-    else:
-        loss_fn = dpo(
-            beta=config.beta,
-            label_smoothing=config.label_smoothing,
-            reference="base" if config.method == "lora" else "batch",
-        )
-        if config.method != "lora":
-            datasets: dict[str, Any] = {"train": data.train, "held_out": data.held_out}
-            if config.plan:
-                found = {
-                    name: np.zeros((dataset.num_pairs, 2)) for name, dataset in datasets.items()
-                }
-            else:
-                found = _stored_reference(run, base, data, datasets)
-            new: Any = {
-                name: dataset.with_reference(found[name]) for name, dataset in datasets.items()
-            }
-            data = dataclasses.replace(data, **new)
+    loss_fn = loss_of(config)
+    if config.objective not in ("orpo", "simpo") and config.method != "lora":
+        datasets: dict[str, Any] = {"train": data.train, "held_out": data.held_out}
+        if config.plan:
+            found = {name: np.zeros((dataset.num_pairs, 2)) for name, dataset in datasets.items()}
+        else:
+            found = _stored_reference(run, base, data, datasets)
+        new: Any = {name: dataset.with_reference(found[name]) for name, dataset in datasets.items()}
+        data = dataclasses.replace(data, **new)
     plain = language.training(run, optimizer, data, make_model)
     return dataclasses.replace(plain, loss_fn=loss_fn, evaluate=data.held_out)
+
+
+def loss_of(config: Config) -> LossFunction:
+    """The loss that a configuration names."""
+    beta = config.beta
+    reference: Reference = "base" if config.method == "lora" else "batch"
+    match config.objective:
+        case "orpo":
+            return orpo(beta=beta)
+        case "simpo":
+            return simpo(beta=beta, gamma=config.gamma)
+        case "ipo":
+            return ipo(beta=beta, reference=reference)
+        case "apo_zero":
+            return apo("zero", beta=beta, reference=reference)
+        case "apo_down":
+            return apo("down", beta=beta, reference=reference)
+    return dpo(beta=beta, label_smoothing=config.label_smoothing, reference=reference)
 
 
 def _stored_reference(
