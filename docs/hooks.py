@@ -12,12 +12,16 @@ from mkdocs.exceptions import PluginError
 NAME = re.compile(r"(?<!<pre>)<code>(\w+(?:\.\w+)*)(\(.*?\))?</code>(?!</a>)")
 # What tests/test_docs.py is to do with a block, which MkDocs would not take for a block then.
 MARK = re.compile(r"^( *```\w+) run=\"[^\"]*\"", re.MULTILINE)
+# Where a page has the glossary of CONTRIBUTING.md, without the names of modules.
+WORDS = "<!-- the words of CONTRIBUTING.md -->"
 OUTSIDE = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)#]+)(?:#[^)]*)?\)")
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     """Drop the marks, and name a file of the repository that is no page instead of a link to it."""
     root = Path(config.config_file_path).parent
+    if WORDS in markdown:
+        markdown = markdown.replace(WORDS, words((root / "CONTRIBUTING.md").read_text()))
     folder = posixpath.join("docs", posixpath.dirname(page.file.src_uri))
 
     def replace(match: re.Match) -> str:
@@ -30,6 +34,13 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
         return f"{text} (`{path}` in the repository)" if text.strip("`") != path else f"`{path}`"
 
     return OUTSIDE.sub(replace, MARK.sub(r"\1", markdown))
+
+
+def words(contributing: str) -> str:
+    """The words of the table under "Words" and their meanings, as a table."""
+    section = contributing.partition("\n## Words\n")[2].partition("\n## ")[0]
+    rows = [line.split("|") for line in section.splitlines() if line.startswith("|")]
+    return "\n".join("|".join([*row[:3], ""]) for row in rows)
 
 
 def on_page_content(html: str, **_: Any) -> str:

@@ -46,6 +46,7 @@ SLOW = {
     *(f"docs/how-to/{name}.md" for name in ("attention", "freeze", "precision", "recurrence")),
     *(f"docs/how-to/{name}.md" for name in ("resume", "shard")),
     "docs/reference/wrappers.md",
+    "docs/tour.md",
     *(f"docs/tutorials/{name}.md" for name in ("eight-devices", "equinox", "finetune", "loop")),
 }
 NOT_RUN = {
@@ -301,6 +302,13 @@ def test_the_reference_has_each_public_name_once():
     assert sorted(re.findall(r"^::: zoo\.(\w+)$", text, re.M)) == sorted(dir(zoo))
 
 
+def test_the_table_of_what_is_stable_has_each_public_name_once():
+    names = (DOCS / "stability.md").read_text().partition("## Names")[2].partition("\nWhat is")[0]
+    rows = [line.split("|")[1] for line in names.splitlines() if line.startswith("|")]
+    found = [name for row in rows for name in re.findall(r"`zoo\.(\w+)`", row)]
+    assert sorted(found) == sorted(dir(zoo))
+
+
 def own_names(module: ModuleType) -> set[str]:
     """The names that a module of the zoo defines, or takes from another one."""
     found = set()
@@ -396,6 +404,22 @@ def test_the_first_block_is_as_wide_as_its_page():
     first = next(blocks(DOCS / "index.md"))
     assert len(first.lines) > 10
     assert max(map(len, first.lines)) <= 83
+
+
+@pytest.mark.slow
+def test_the_glossary_is_that_of_the_contributors(site):
+    html = (site / "glossary.html").read_text()
+    assert "<td>batch k of an epoch as a function of k; never the files" in html
+    assert "data/token_datasets" not in html
+
+
+@pytest.mark.slow
+def test_pages_are_small_and_have_their_pictures(site):
+    for page in site.rglob("*.html"):
+        assert page.stat().st_size < 300_000, page
+    for picture in site.rglob("*.svg"):
+        assert picture.stat().st_size < 100_000, picture
+    assert 'src="assets/logo.svg"' in (site / "index.html").read_text()
 
 
 @pytest.mark.slow

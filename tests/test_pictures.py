@@ -1,0 +1,94 @@
+"""The pictures of the pages are made from the code and its results, as they are committed."""
+
+import importlib.util
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import jax
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ASSETS = ROOT / "docs" / "assets"
+SVG = "{http://www.w3.org/2000/svg}"
+PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+
+spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "pictures.py")
+assert spec is not None
+assert spec.loader is not None
+pictures = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(pictures)
+
+
+@pytest.fixture(autouse=True)
+def as_users_have_it():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def texts(path: Path) -> list[str]:
+    return [x.text or "" for x in ElementTree.parse(path).iter(f"{SVG}text")]
+
+
+def boxes(path: Path) -> list[dict[str, str]]:
+    return [x.attrib for x in ElementTree.parse(path).iter(f"{SVG}rect")]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in ("layer", "kill") else [])
+        for name in pictures.PICTURES
+    ],
+)
+def test_the_command_makes_what_is_committed(name, tmp_path):
+    """Curves are compared by what is written beside them: losses differ between machines."""
+    pictures.main([name], tmp_path)
+    made, kept = tmp_path / f"{name}.svg", ASSETS / f"{name}.svg"
+    assert texts(made) == texts(kept)
+    assert boxes(made) == boxes(kept)
+
+
+def test_an_unknown_picture_is_refused(tmp_path):
+    with pytest.raises(SystemExit, match=r"no picture peices: .*pieces"):
+        pictures.main(["peices"], tmp_path)
+
+
+def test_pieces_follow_the_rules():
+    """w_up is 8 × 12, of 6 pixels each; the third device is fsdp 1, tensor 0."""
+    third = {"x": "576", "y": "108", "width": "36", "height": "24"}
+    assert any(third.items() <= box.items() for box in boxes(ASSETS / "pieces.svg"))
+    rules = {**pictures.zoo.sharding.RULES, "mlp": None}
+    assert "mlp → None, 12 in 1 parts" in pictures.pieces(rules).svg()
+
+
+def test_padding_is_drawn_as_large_as_it_is():
+    """The filled part of all boxes of a column, beside the share that its head says."""
+    path = ASSETS / "buckets.svg"
+    for head, column in zip(texts(path)[:2], ("20", "400"), strict=True):
+        of_column = [box for box in boxes(path) if box.get("x") == column]
+        rows = [float(box["width"]) for box in of_column if box["class"] == "none"]
+        tokens = [float(box["width"]) for box in of_column if box["class"] != "none"]
+        said = float(re.findall(r"(\d+)% padding", head)[0]) / 100
+        assert abs(1 - sum(tokens) / sum(rows) - said) < 0.01
+
+
+def test_a_kill_loses_what_the_picture_says():
+    said = " ".join(texts(ASSETS / "kill.svg"))
+    assert "Steps 21 to 27" in said
+    assert "equal to the last bit" in said
+
+
+def test_pictures_are_in_pages_with_alternative_texts():
+    """And can be read in both schemes; what is for other sites is in no page."""
+    shown = set()
+    for page in PAGES:
+        for text, target in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", page.read_text()):
+            path = (page.parent / target).resolve()
+            assert path.is_file(), f"{page.name}: no {target}"
+            assert len(text) > 20, f"{page.name}: {target} needs a text for who does not see it"
+            shown.add(path.name)
+    made = {f"{name}.svg" for name in pictures.PICTURES}
+    assert made - shown == {"logo.svg", "card.svg"}
+    for name in made:
+        assert "prefers-color-scheme:dark" in (ASSETS / name).read_text()
