@@ -82,7 +82,7 @@ CEILINGS = {
     "alignment": 2015,
     "planning": 3036,
     "evaluation": 1012,
-    "export": 1053,
+    "export": 1103,
     "__main__": 140,
     "__init__": 140,
 }

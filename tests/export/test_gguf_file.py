@@ -5,6 +5,7 @@ and its greedy tokens with ours.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,8 @@ def test_values_of_matrices(tmp_path: Path, type: str, bits: int):
         ("qwen2_moe", "experts.interval=2"),
         ("qwen3_moe", "experts.normalize=False"),
         ("nemotron", "attention.head_dim=8"),
+        ("deepseek_v2", "attention.latent.q_rank=None.*experts.group_score=1"),
+        ("deepseek_v3", "attention.scale="),
     ],
 )
 def test_what_llama_cpp_would_compute_otherwise_is_refused(tmp_path: Path, name: str, words: str):
@@ -179,6 +182,14 @@ SIZES = {"d_model": 64, "num_layers": 4, "num_heads": 4, "d_ff": 96, "attention.
 OTHER: dict[str, dict[str, Any]] = {
     "arcee": {"mlp_bias": False},
     "cohere": {"attention.out_bias": False, "attention.qkv_bias": False},
+    "deepseek_v2": {
+        "attention.latent.q_rank": 24,
+        "experts.num_groups": 1,
+        "experts.groups_per_token": 1,
+    },
+    # mscale and mscale_all_dim of 1, and a factor of 4
+    "deepseek_v3": {"attention.scale": 16**-0.5 * (0.1 * math.log(4) + 1) ** 2},
+    "kimi_k2": {"attention.scale": 16**-0.5 * (0.1 * math.log(4) + 1) ** 2},
     "falcon": {"attention.num_kv_heads": 1},
     "gemma2": {"attention.scale": None, "attention.window": 7},
     "gemma3_text": {"attention.scale": None, "attention.window": 7},
@@ -191,14 +202,20 @@ OTHER: dict[str, dict[str, Any]] = {
     "seed_oss": {"attention.out_bias": False},
     "smollm3": {"positions.pattern": ("rotary",) * 3 + ("none",), "attention.window": None},
 }
-FOLDERS = {"gemma3_text": "gemma3", "exaone4": "exaone4_full", "llama": "llama3"}
+FOLDERS = {
+    "kimi_k2": "deepseek_v3",
+    "gemma3_text": "gemma3",
+    "exaone4": "exaone4_full",
+    "llama": "llama3",
+}
 
 
 def model_of(model_type: str) -> Transformer:
     config = skeleton(GOLDEN / FOLDERS.get(model_type, model_type)).config
     changes: dict[str, Any] = {**SIZES, "max_seq_len": 256, "attention.num_kv_heads": 2}
     changes["eos_ids"] = ()
-    if model_type in ("gpt2", "gpt_neox", "phi"):
+    latent = config.attention.latent.kv_rank is not None
+    if model_type in ("gpt2", "gpt_neox", "phi") or latent:
         changes["attention.num_kv_heads"] = 4
     if config.attention.window is not None:
         changes["attention.window"] = 200

@@ -37,6 +37,7 @@ class Target:
     """The factors of the residual stream and of the logits that it has."""
 
 
+_DEEPSEEK = Target("deepseek2", interleaved=True)
 _GELU = ("gelu", "gelu_erf")
 _LLAMA = Target("llama", interleaved=True, biases="all", normalized=True)
 _GRANITE = Target("granite", interleaved=True, biases="all", factors="granite")
@@ -75,6 +76,9 @@ TARGETS: Mapping[str, Target] = {
     "exaone4": Target("exaone4", square=True),
     "glm4": Target("glm4", interleaved=True),
     "glm4_moe": Target("glm4moe"),
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK,
+    "kimi_k2": _DEEPSEEK,
     "ernie4_5": Target("ernie4_5", interleaved=True, biases="out"),
     "cohere": Target("command-r", interleaved=True, factors="cohere", square=True),
     "cohere2": Target(
@@ -124,14 +128,22 @@ def _surplus(target: Target, config: Config) -> dict[str, Any]:
     biases = {"attention.out_bias": attention.out_bias, "mlp_bias": config.mlp_bias}
     allowed = {"none": (False, False), "out": (None, False), "needed": (True, True)}
     no_bias = zip(biases, allowed.get(target.biases, (None, None)), strict=True)
+    scale = None if attention.scale is None else attention.scale * size**0.5
+    usual = 1.0
+    if attention.latent.kv_rank is not None and not scaling.is_none:
+        usual = _of_length(scaling) ** 2  # with DeepSeek's mscale and mscale_all_dim of 1
+        scale = scale if scaling.ramp == "yarn" and scaling.attention_factor == 1 else 0.0
     found = {
         "mlp": config.mlp in target.mlp,
         "positions.pattern": config.positions.kind != "rotary" or placed == rotating,
         "positions.local_theta": config.positions.local_theta is None or target.windows,
         "positions.scaling.short_factors": not scaling.short_factors or target.name == "phi3",
-        "attention.scale": attention.scale is None
-        or target.factors == "granite"
-        or abs(attention.scale * size**0.5 - 1) < 1e-6,
+        "attention.scale": target.factors == "granite"
+        or abs((1.0 if scale is None else scale) / usual - 1) < 1e-6,
+        # llama.cpp knows the models without it by their number of layers.
+        "attention.latent.q_rank": target.name != "deepseek2"
+        or (attention.latent.q_rank is None) == (config.num_layers in (26, 27)),
+        "experts.group_score": experts.num_groups == 1 or experts.group_score == 2,
         "attention.soft_cap": (attention.soft_cap is not None) == (target.name == "gemma2"),
         "logit_soft_cap": config.logit_soft_cap is not None or target.name != "gemma2",
         "experts.normalize": experts.num_experts is None
@@ -143,10 +155,15 @@ def _surplus(target: Target, config: Config) -> dict[str, Any]:
     }
     if target.name not in ("gpt-oss",):  # whose biases its family has in each model
         found |= {name: only in (None, biases[name] or config.bias) for name, only in no_bias}
-    if target.name not in ("glm4moe",):
+    if target.name not in ("glm4moe", "deepseek2"):
         found["experts.first_dense"] = experts.first_dense == 0
     values = {name: _value(config, name) for name, right in found.items() if not right}
     return values
+
+
+def _of_length(scaling: RopeScaling) -> float:
+    """YaRN's factor of the attention for a length."""
+    return 0.1 * float(np.log(scaling.factor)) + 1
 
 
 def _value(config: Any, name: str) -> Any:
@@ -203,6 +220,17 @@ def numbers(target: Target, config: Config, shared: int | None) -> dict[str, Any
         "final_logit_softcapping": config.logit_soft_cap,
         **_factors(target, config),
     }
+    latent = attention.latent
+    if latent.kv_rank is not None:
+        found |= {
+            "attention.head_count_kv": 1,
+            "attention.key_length": latent.kv_rank + latent.rotary_dim,
+            "attention.value_length": latent.kv_rank,
+            "attention.key_length_mla": config.head_size,
+            "attention.value_length_mla": config.value_size,
+            "attention.kv_lora_rank": latent.kv_rank,
+            "attention.q_lora_rank": latent.q_rank,
+        }
     if config.positions.kind == "rotary":
         found |= _rotary(config)
     if residual.parallel != "none" or target.name == "gptneox":
@@ -220,7 +248,7 @@ def numbers(target: Target, config: Config, shared: int | None) -> dict[str, Any
             "expert_feed_forward_length": config.hidden_size,
             "expert_shared_feed_forward_length": shared,
             "expert_shared_count": experts.num_shared or None,
-            "expert_gating_func": 2 if experts.router == "sigmoid" else None,
+            "expert_gating_func": 2 if experts.router == "sigmoid" else 1,
             "expert_weights_norm": experts.normalize,
             "expert_weights_scale": None if experts.scale == 1 else experts.scale,
             "leading_dense_block_count": experts.first_dense or None,
@@ -263,12 +291,14 @@ def _rotary(config: Config) -> dict[str, Any]:
     found["rope.scaling.type"] = "yarn" if yarn else "linear"
     found["rope.scaling.factor"] = scaling.factor
     if yarn:
-        own = 0.1 * float(np.log(scaling.factor)) + 1  # llama.cpp's, which it multiplies
         found |= {
-            "rope.scaling.attn_factor": scaling.attention_factor / own,
             "rope.scaling.yarn_beta_fast": scaling.high_freq_factor,
             "rope.scaling.yarn_beta_slow": scaling.low_freq_factor,
         }
+        if config.attention.latent.kv_rank is not None:
+            return found | {"rope.scaling.yarn_log_multiplier": 0.1}
+        # llama.cpp multiplies it by its own.
+        found["rope.scaling.attn_factor"] = scaling.attention_factor / _of_length(scaling)
     return found
 
 

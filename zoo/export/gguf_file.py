@@ -39,6 +39,11 @@ blocks.mlp_norm.scale            FFN_NORM FFN_PRE_NORM ATTN_POST_NORM
 blocks.mlp_norm.bias             FFN_NORM.bias
 blocks.mlp_out_norm.scale        FFN_POST_NORM
 blocks.attention.wq              ATTN_Q
+blocks.attention.wq_down         ATTN_Q_A
+blocks.attention.wq_up           ATTN_Q_B
+blocks.attention.w_down          ATTN_KV_A_MQA
+blocks.attention.w_rotary        ATTN_KV_A_MQA
+blocks.attention.kv_norm.scale   ATTN_KV_A_NORM
 blocks.attention.wk              ATTN_K
 blocks.attention.wv              ATTN_V
 blocks.attention.wo              ATTN_OUT
@@ -67,6 +72,12 @@ blocks.shared_mlp.w_down         FFN_DOWN_SHEXP
 blocks.shared_gate               FFN_GATE_INP_SHEXP
 """
 _NAMES = {row.split()[0]: row.split()[1:] for row in filter(None, _TENSORS.splitlines())}
+# Of latent attention, whose matrices have other places.
+_LATENT = {
+    "blocks.attention.wk": ["ATTN_K_B"],
+    "blocks.attention.wv": ["ATTN_V_B"],
+    "blocks.attention.q_norm.scale": ["ATTN_Q_A_NORM"],
+}
 # One tensor for several, one behind another, where an architecture lacks the first of them.
 _JOINED = {"ATTN_QKV": ("ATTN_Q", "ATTN_K", "ATTN_V"), "FFN_UP": ("FFN_GATE", "FFN_UP")}
 
@@ -117,8 +128,9 @@ class Source:
 
     def _name(self, path: str, known: set[str]) -> tuple[str, str]:
         """The name of a parameter's tensor, and its suffix."""
+        latent = _LATENT if self.model.config.attention.latent.kv_rank is not None else {}
         of_experts = path.startswith(("blocks.mlp.w_", "blocks.mlp.b_")) and "router" not in path
-        for choice in _NAMES.get(path, []):
+        for choice in latent.get(path, _NAMES.get(path, [])):
             name, _, suffix = choice.partition(".")
             if of_experts and self.model.config.experts.num_experts is not None:
                 name += "_EXP"
@@ -158,9 +170,13 @@ class Source:
         if name == "scale" and config.residual.norm.endswith("offset"):
             return x + 1
         if path.startswith("blocks.attention."):
-            if name in ("wq", "wk", "bq", "bk") and self.target.interleaved:
+            if config.attention.latent.kv_rank is not None and name in ("wk", "wv"):
+                return x.transpose((1, 0, 2) if name == "wk" else (1, 2, 0))
+            if name in ("wq_down", "w_down", "w_rotary"):
+                return (x[:, self._pairs[-x.shape[1] :]] if name == "w_rotary" else x).T
+            if name in ("wq", "wq_up", "wk", "bq", "bk") and self.target.interleaved:
                 x = x[..., self._pairs]
-            if name in ("wq", "wk", "wv"):
+            if name in ("wq", "wq_up", "wk", "wv"):
                 return x.reshape(x.shape[0], -1).T
             return x.reshape(-1, x.shape[-1]).T if name == "wo" else x.ravel()
         if path == "blocks.shared_gate":
@@ -170,11 +186,15 @@ class Source:
 
     @cached_property
     def _pairs(self) -> np.ndarray:
-        """The features of a head, with the two of each rotary pair side by side."""
+        """The features of a head, with the two of each rotary pair side by side.
+
+        Of latent attention the ones that rotate come last.
+        """
         config = self.model.config
         size = config.rotary_size if config.positions.kind == "rotary" else 0
         rotating = np.arange(size).reshape(2, -1).T.ravel()
-        return np.concatenate([rotating, np.arange(size, config.head_size)])
+        parts = [rotating, np.arange(size, config.head_size)]
+        return np.concatenate(parts[:: 1 if config.attention.latent.kv_rank is None else -1])
 
 
 def write(
