@@ -112,7 +112,7 @@ class Config(finetuning.Config):
     def row_lengths(self) -> Mapping[str, tuple[int, ...]]:
         """The tokens of a prompt with its answer, as in a row of an update."""
         longest = self.data.max_prompt_tokens + self.max_new_tokens - 1
-        return {"data.max_prompt_tokens + max_new_tokens": (-(-longest // 64) * 64,)}
+        return {"data.max_prompt_tokens + max_new_tokens": (-(-longest // 16) * 16,)}
 
 
 @dataclass(frozen=True, kw_only=True)
