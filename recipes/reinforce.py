@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import zoo
-from zoo import reinforcement
+from zoo import finetuning, optimizers, reinforcement
 from zoo.runs.command_line import cli
 
 
@@ -27,6 +27,9 @@ class Config(reinforcement.Config):
     """Folder of the run, or its address on s3:// or gs://; the same command resumes it."""
     steps: int = 100
     """Optimizer steps in all; more than before continues a finished run."""
+    optimizer: optimizers.Config = finetuning.Optimizer(
+        learning_rate=1e-4, weight_decay=0.0, warmup_steps=10
+    )
 
 
 def main(config: Config) -> None:

@@ -97,13 +97,16 @@ def _smooth(values: np.ndarray) -> np.ndarray:
     return np.where(finite, total / np.where(finite, weight, 1.0), np.nan)
 
 
+REWARDS = ("reward", "pass@1")
+
+
 def plot_curves(metrics_path: Path, png_path: Path) -> None:
     """Draw a run's metrics.jsonl as curves.png: loss, learning rate, gradient norm, speed.
 
     Draws whichever of `loss`, `next_token` (its part, where it has others), `eval_loss`,
-    `reward`, `pass@1`, `learning_rate`, `grad_norm`, `tokens_per_second` and `examples_per_second`
-    the file holds, the `eval_loss` of further evaluations by their names (`average/eval_loss`), and
-    no picture when it holds none of them.
+    `learning_rate`, `grad_norm`, `tokens_per_second` and `examples_per_second` the file holds, the
+    `eval_loss` of further evaluations by their names (`average/eval_loss`), and no picture when it
+    holds none of them. Of a run on rewards, `reward` and `pass@1` are in the place of losses.
     """
     from matplotlib.figure import Figure  # here: a run need not wait for it before its first step
     from matplotlib.ticker import EngFormatter, MaxNLocator
@@ -112,8 +115,8 @@ def plot_curves(metrics_path: Path, png_path: Path) -> None:
     named = dict.fromkeys(n for r in records for n in r if n.endswith("/eval_loss"))
     losses = ("loss", "next_token", "eval_loss", *named)
     speeds = ("tokens_per_second", "examples_per_second")
-    panels = ("reward", "pass@1", "learning_rate", "grad_norm", *speeds)
-    series = {name: _series(records, name) for name in losses + panels}
+    panels = ("learning_rate", "grad_norm", *speeds)
+    series = {name: _series(records, name) for name in (*losses, *panels, *REWARDS)}
     series = {name: xy for name, xy in series.items() if np.isfinite(xy[1]).any()}
     left = ["losses"] if any(name in series for name in losses) else []
     right = [name for name in panels if name in series]
@@ -125,7 +128,8 @@ def plot_curves(metrics_path: Path, png_path: Path) -> None:
     ratios = [2, 1] if left and right else [1]
     axes = figure.subplot_mosaic(mosaic, width_ratios=ratios, sharex=True)
     if left:
-        _draw_losses(axes["losses"], series)
+        draw = _draw_rewards if "reward" in series else _draw_losses
+        draw(axes["losses"], series)
     for name in right:
         axes[name].plot(*series[name], color="C2", linewidth=1.2)
         axes[name].set_ylabel(name.replace("_", " "))
@@ -141,6 +145,19 @@ def plot_curves(metrics_path: Path, png_path: Path) -> None:
         if name in ("losses", "grad_norm") and high > 30 * low > 0:
             each.set_yscale("log")
     files.replace(png_path, lambda temporary: figure.savefig(temporary, format="png", dpi=130))
+
+
+def _draw_rewards(axes: Any, series: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
+    """Of a run on rewards, whose loss says nothing."""
+    steps, values = series["reward"]
+    axes.plot(steps, values, color="C0", linewidth=0.7, alpha=0.35, label="reward, raw")
+    axes.plot(steps, _smooth(values), color="C0", linewidth=1.8, label="reward, smoothed")
+    if "pass@1" in series:
+        steps, values = series["pass@1"]
+        label = f"held out, pass@1 (last {values[-1]:.3f})"
+        axes.plot(steps, values, "C1o-", linewidth=1.5, markersize=4, label=label)
+    axes.set_ylabel("reward")
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
 
 
 def _draw_losses(axes: Any, series: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
