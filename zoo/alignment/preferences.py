@@ -25,9 +25,9 @@ from jaxtyping import Array, Bool, Float, Float32, PyTree
 
 from zoo import sharding
 from zoo.alignment.pairs import PairDataset
+from zoo.alignment.policy import differentiable
 from zoo.common.configuration import require
 from zoo.data import text
-from zoo.nn.products import in_forward_mode
 from zoo.runs import evaluation
 from zoo.runs.config import Config as RunConfig
 from zoo.runs.processes import RunError
@@ -235,33 +235,9 @@ def _loss(
         summed = lambda x_B: jnp.where(is_pair_B, x_B, 0.0).sum()  # noqa: E731
         return summed(losses_B), {name: summed(x_B) for name, x_B in metrics.items()}
 
-    total, metrics = _differentiable(sums, readout, x_BTE, batch)
+    of_tokens = lambda losses_BT: sums(_of_answers(losses_BT, batch))  # noqa: E731
+    total, metrics = differentiable(of_tokens, readout, x_BTE, batch["targets"])
     return total, is_pair_B.sum().astype(jnp.float32), metrics
-
-
-def _differentiable(
-    sums: Callable[[Array], tuple[Array, Metrics]],
-    readout: Callable[[Array], Array],
-    x_BTE: Array,
-    batch: dict[str, Array],
-) -> tuple[Array, Metrics]:
-    """`sums` of the log-probabilities; where logits are large, they are never all in memory.
-
-    The total is then no sum over tokens, as a chunked loss is. Its gradient is that of one whose
-    weights are the derivatives by the log-probabilities, which a first pass computes.
-    """
-    targets = batch["targets"]
-    if in_forward_mode() or losses.num_chunks(jax.eval_shape(readout, x_BTE)) == 1:
-        return sums(_of_answers(losses.token_losses(readout(x_BTE), targets), batch))
-    losses_BT = losses.token_values(losses.token_losses, readout, x_BTE, targets)
-    log_probs_BS = _of_answers(losses_BT, batch)
-    (total, metrics), slopes_BS = jax.value_and_grad(sums, has_aux=True)(log_probs_BS)
-    weights_BT = -(slopes_BS[:, :, None] * _answers(batch)).sum(1)
-    linear, _ = losses.readout_cross_entropy(
-        readout, x_BTE, targets, jax.lax.stop_gradient(weights_BT)
-    )
-    stopped = jax.lax.stop_gradient((total - linear, metrics))
-    return linear + stopped[0], stopped[1]
 
 
 def _reference(model: PyTree, batch: dict[str, Array]) -> Array:
