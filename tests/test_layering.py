@@ -77,7 +77,7 @@ CEILINGS = {
     "decoding": 1372,
     "publishing": 1807,
     "hf": 5900,
-    "runs": 4994,
+    "runs": 5011,
     "tasks": 1644,
     "alignment": 2015,
     "planning": 3036,
