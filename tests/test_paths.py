@@ -138,7 +138,7 @@ CEILINGS = {
     checkpoint: 4,
     load: 21,
     finetune: 31,
-    adapters: 33,
+    adapters: 34,
     int4_product: 3,
 }
 

@@ -699,7 +699,7 @@ def test_exports_choose_the_matching_family(options: dict, kind: str, tmp_path: 
     again = zoo.load(tmp_path / "model")
     for path, x in arrays(model).items():
         np.testing.assert_array_equal(x, arrays(again)[path], err_msg=path)
-    assert again.config == hf.family.canonical(model.config)
+    assert again.config == hf.canonical.canonical(model.config)
     zoo.save(tmp_path / "model", again, format="hf")  # it may be replaced
     (tmp_path / "model" / "model.safetensors").write_bytes(b"damage")
     assert "model.safetensors has 6 bytes" in refusal(tmp_path / "model")
@@ -739,8 +739,8 @@ def test_modified_model_classes_are_refused(tmp_path: Path):
 
 
 def test_tensors_are_fetched_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(hf.folder, "BLOCK_BYTES", 1024)
-    fetched = FetchedSizes(monkeypatch, hf.folder)
+    monkeypatch.setattr(hf.writing, "BLOCK_BYTES", 1024)
+    fetched = FetchedSizes(monkeypatch, hf.writing)
     model = drawn_transformer(num_layers=4, d_ff=24, **{"experts.num_experts": 4})
     zoo.save(tmp_path / "model", model, format="hf")
     assert fetched.most_at_once <= 2 * 1024 < model.embedding.weight.nbytes

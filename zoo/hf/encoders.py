@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any
 
 from zoo import transformer
-from zoo.hf.family import Family, canonical, table
+from zoo.hf.canonical import canonical
+from zoo.hf.family import Family, table
 from zoo.hf.gpts import GELUS
 from zoo.hf.rotary import Rotary
 from zoo.hf.rules import Choice, Each, Fields, Fixed, LayerTypes, Rule, Same, words

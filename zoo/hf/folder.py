@@ -3,16 +3,12 @@
 import json
 import logging
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
@@ -20,11 +16,12 @@ from zoo.common.checksums import Digest
 from zoo.data import special_tokens
 from zoo.data import tokenizer as tokenizers
 from zoo.hf import floats, quantization, token_ids
-from zoo.hf.family import Family, Layout, Piece, filled, layouts, pieces
+from zoo.hf.family import Family, Layout, filled, layouts
 from zoo.hf.methods import read_method
 from zoo.hf.model_types import MODEL_TYPES, REFUSED
 from zoo.hf.quantization import Expected, Matrix, Part
 from zoo.hf.weights import FLOATS, Weights, are_present, weight_files
+from zoo.hf.writing import tensors_of
 from zoo.publishing import PublishError, formats
 from zoo.publishing.families import check_model
 from zoo.publishing.formats import (
@@ -38,8 +35,6 @@ from zoo.publishing.formats import (
     read_json,
 )
 from zoo.publishing.tensors import (
-    BLOCK_BYTES,
-    Tensor,
     check_tensors,
     fill,
     parameters,
@@ -47,7 +42,6 @@ from zoo.publishing.tensors import (
     typed,
     write_file,
 )
-from zoo.sharding.placement import gathered
 
 logger = logging.getLogger(__name__)
 
@@ -217,7 +211,8 @@ def _announced_skeleton(folder: Path, values: dict, options: Options) -> PyTree:
             f"{folder / 'config.json'} has a {quantization.FIELD}, whose details its weights say: "
             "download the model first, by zoo.load, or plan the model that it was made of"
         )
-    skeleton = _skeleton(*_family(folder, values))
+    family, config = _family(folder, values)
+    skeleton = family.skeleton(config)
     default = "bfloat16" if _is_decoded(values) else "float32"
     named = values.get("dtype") or values.get("torch_dtype") or default
     dtype = options.dtype or parse_dtype(named)
@@ -292,7 +287,7 @@ def _open(
     if family.bare:
         _, config = _family(folder, values, options.ignore, weights.tensors)
     config = token_ids.with_eos_ids(config, folder, values)
-    skeleton = _skeleton(family, config)
+    skeleton = family.skeleton(config)
     present = (x for x in family.prefixes if family.marker.format(prefix=x) in weights.tensors)
     prefix = next(present, family.prefix(config))
     found = layouts(skeleton, family, prefix)
@@ -330,44 +325,8 @@ def family_of(model: PyTree, prefer: str | None = None) -> Family:
             + ", ".join(lacks)
         )
     family = MODEL_TYPES[kind]
-    check_model(model, _skeleton(family, config))
+    check_model(model, family.skeleton(config))
     return family
-
-
-def tensors_of(model: Any, family: Family, dtypes: Mapping[str, np.dtype]) -> dict[str, Tensor]:
-    """The tensors that hold a model, in `dtypes` by the paths of its parameters."""
-    arrays = parameters(model)
-    found = layouts(_skeleton(family, model.config), family, family.prefix(model.config))
-
-    def by_rows(parts: list[Piece], dtype: np.dtype) -> Iterator[np.ndarray]:
-        whole = np.empty(found[parts[0].path].tensor_shape, dtype)
-        for path, at in parts:
-            layout = found[path]
-            whole[layout.own_rows] = layout.write(at, gathered(arrays[path], layout.at(at)))
-        yield whole
-
-    def each(parts: list[Piece], dtype: np.dtype) -> Iterator[np.ndarray]:
-        axis = found[parts[0].path].part_axis
-        # Along the first axis one part follows on another, along any other they lie side by side.
-        for group in [parts] if axis else [[part] for part in parts]:
-            for rows in found[group[0].path].rows(BLOCK_BYTES // dtype.itemsize):
-                made = []
-                for path, at in group:
-                    taken = gathered(arrays[path], found[path].at({**at, **rows}))
-                    made.append(found[path].write(at, taken))
-                yield found[group[0].path].joined(made, dtype)
-
-    described = {}
-    for name, parts in pieces(found).items():
-        dtype = np.result_type(*[dtypes[part.path] for part in parts])
-        shape = found[parts[0].path].tensor_shape
-        write = each if found[parts[0].path].own_rows is None else by_rows
-        described[name] = Tensor(shape, dtype, partial(write, parts, dtype))
-    return described
-
-
-def _skeleton(family: Family, config: Any) -> PyTree:
-    return eqx.filter_eval_shape(lambda key: family.model(config, key=key), jax.random.key(0))
 
 
 def _dtype(weights: Weights, layout: Layout | Part, dtype: DTypeLike | None) -> Any:

@@ -12,7 +12,8 @@ import numpy as np
 
 from zoo import transformer
 from zoo.common import configuration
-from zoo.hf.family import Family, canonical, consecutive, table
+from zoo.hf.canonical import canonical
+from zoo.hf.family import Family, consecutive, table
 from zoo.hf.rules import Choice, Fields, Rule, Same, shortest
 
 SILU = Choice("hidden_act", "mlp", {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}, "silu")

@@ -4,6 +4,7 @@ GPT-2 has weights as [in, out], and queries, keys and values side by side.
 """
 
 from zoo import transformer
+from zoo.hf.canonical import canonical
 from zoo.hf.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
 from zoo.hf.delta_nets import OLMO_HYBRID, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from zoo.hf.dense import (
@@ -33,7 +34,7 @@ from zoo.hf.experts import (
     OLMOE,
     QWEN2_MOE,
 )
-from zoo.hf.family import Family, canonical, table
+from zoo.hf.family import Family, table
 from zoo.hf.gpt_oss import GPT_OSS
 from zoo.hf.gpts import CODEGEN, FALCON, GELUS, GPT_BIGCODE, GPT_NEO, GPT_NEOX, GPTJ
 from zoo.hf.interleaved import COHERE, COHERE2, ERNIE4_5, GLM, GLM4, HELIUM
