@@ -347,7 +347,8 @@ class Family:
     ) -> Any:
         """The `Config` of the content of a `config.json`; `allowed` as for `Fields.finish`.
 
-        The names of the file's tensors, if given, tell whether there are a head and a pooler.
+        The names of the file's tensors, if given, tell whether there are a head and a pooler; else
+        a bare model has the pooler that its type has.
 
         Raises:
             PublishError: a field is missing, unknown or not supported.
@@ -358,6 +359,7 @@ class Family:
                 found |= rule.read(fields)
             if self.bare:
                 is_bare = values.get("architectures") == [self.bare]
+                found["encoder.pooler"] = is_bare and "pooler.weight" in self.tensors
                 if names is not None:
                     is_bare = not any(self.of_head in name for name in names)
                     found["encoder.pooler"] = any("pooler." in name for name in names)
