@@ -7,6 +7,7 @@ call that takes too long or ends its process is a reward that the caller chooses
 Nothing here makes untrusted code safe: a reward that runs answers has to run them in a sandbox.
 """
 
+import contextlib
 import importlib
 import math
 import os
@@ -180,19 +181,16 @@ def parts(value: Any) -> dict[str, float]:
 def serve() -> None:
     """Call the function for what comes through a pipe: the main program of a process."""
     connection = Connection(int(sys.argv[1]))
-    try:
-        function = load(sys.argv[2])
-    except BaseException as error:
-        connection.send(f"failed: {type(error).__name__}: {error}")
-        return
-    connection.send("")
-    while True:
+    with contextlib.suppress(EOFError, OSError):  # the run has ended, or was killed
         try:
+            function = load(sys.argv[2])
+        except BaseException as error:
+            return connection.send(f"failed: {type(error).__name__}: {error}")
+        connection.send("")
+        while True:
             item = connection.recv()
-        except EOFError:
-            return
-        try:
-            found = parts(function(*item)), ""
-        except BaseException as error:  # SystemExit too
-            found = {}, f"{type(error).__name__}: {error}"
-        connection.send(found)
+            try:
+                found = parts(function(*item)), ""
+            except BaseException as error:  # SystemExit too
+                found = {}, f"{type(error).__name__}: {error}"
+            connection.send(found)
