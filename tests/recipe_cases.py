@@ -103,6 +103,17 @@ CASES = {
         "--model.hidden-size=16",
         "--optimizer.learning-rate=0.01",
     ),
+    "vision": (
+        "--data.batch-size=8",
+        "--data.per-font=1",
+        "--model.d-model=32",
+        "--model.num-layers=1",
+        "--model.num-heads=2",
+        "--model.dropout=0",
+        "--optimizer.learning-rate=0.003",
+        "--optimizer.warmup-steps=2",
+        "--grid=2",
+    ),
 }
 RECIPES = tuple(dict.fromkeys(case.split()[0] for case in CASES))
 COMMON = (

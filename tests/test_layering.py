@@ -13,7 +13,7 @@ PACKAGES = {name.removesuffix("/__init__") for name in MODULES if name.endswith(
 
 # The rooms from the ground up; a module imports from its own room and from those before it.
 ROOMS = ["common", "sharding", "nn", "transformer", "rnn", "mlp", "wrappers"]
-ROOMS += ["quantization", "data", "training", "decoding", "publishing", "hf"]
+ROOMS += ["images", "quantization", "data", "training", "decoding", "publishing", "hf"]
 ROOMS += ["runs", "tasks", "alignment", "planning", "evaluation", "export"]
 ROOMS += ["__main__", "__init__"]
 FAMILIES = {"transformer", "rnn", "mlp"}
@@ -65,18 +65,19 @@ def test_every_module_has_a_room():
 # Lines of each room. What needs more raises its number here, in a commit that says why.
 CEILINGS = {
     "common": 1370,
-    "sharding": 1432,
+    "sharding": 1436,
     "nn": 4760,
-    "transformer": 2275,
+    "transformer": 2680,
     "rnn": 900,
     "mlp": 220,
     "wrappers": 603,
+    "images": 410,
     "quantization": 682,
     "data": 6947,
     "training": 2730,
     "decoding": 1372,
     "publishing": 1807,
-    "hf": 5902,
+    "hf": 6186,
     "runs": 5011,
     "tasks": 1644,
     "alignment": 2015,
@@ -84,7 +85,7 @@ CEILINGS = {
     "evaluation": 1012,
     "export": 1103,
     "__main__": 140,
-    "__init__": 140,
+    "__init__": 144,
 }
 
 
@@ -99,8 +100,9 @@ def test_rooms_stay_below_their_ceilings():
 
 # Rooms around the core, which finds by `zoo.common.plugins` what they bring, and the modules that
 # are outside of it.
-AROUND = re.compile(r"\bzoo[./](quantization|hf|alignment|planning|evaluation|export)\b")
-OUTSIDE = re.compile(r"(quantization|hf|alignment|planning|evaluation|export)/|__(init|main)__$")
+ROOMS_AROUND = "(images|quantization|hf|alignment|planning|evaluation|export)"
+AROUND = re.compile(rf"\bzoo[./]{ROOMS_AROUND}\b")
+OUTSIDE = re.compile(rf"{ROOMS_AROUND}/|__(init|main)__$")
 
 
 def rooms_around_in(program: str) -> set[str]:

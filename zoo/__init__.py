@@ -30,6 +30,7 @@ plugins.register(
 
 if TYPE_CHECKING:
     from zoo import hf as hf
+    from zoo import images as images
     from zoo import mlp as mlp
     from zoo import rnn as rnn
     from zoo import sharding as sharding
@@ -88,7 +89,7 @@ if TYPE_CHECKING:
 
 # The same imports, by modules: made at the first use of a name (tests/test_layering.py compares).
 _HOMES = {
-    "zoo": "hf mlp rnn sharding transformer",
+    "zoo": "hf images mlp rnn sharding transformer",
     "zoo.alignment": "distillation preferences reinforcement",
     "zoo.alignment.pairs": "PairDataset",
     "zoo.common.configuration": "may_differ",

@@ -138,6 +138,7 @@ GPTS: dict[str, dict[str, Any]] = {
         **NO_IDS,
     },
 }
+BIASED = {"key_bias": True, "num_channels": 1, "num_register_tokens": 1}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoXFor", {}),
     "gpt_neox_serial": ("GPTNeoXFor", {}),
@@ -401,12 +402,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "modernbert_bare": ("ModernBertModel", {"num_hidden_layers": 1}),
+    "vit": ("ViTModel", {"hidden_act": "gelu_new"}),
+    "vit_classes": ("ViTForImageClassification", {"num_labels": 5, "qkv_bias": False}),
+    "dinov2": ("Dinov2Model", {"mlp_ratio": 2}),
+    "dinov2_unmasked": ("Dinov2Model", {"use_mask_token": False, "qkv_bias": False}),
+    "dinov3_vit": ("DINOv3ViTModel", {"num_register_tokens": 3}),
+    "dinov3_vit_bias": ("DINOv3ViTModel", BIASED),
+    "siglip": ("SiglipVisionModel", {}),
+    "siglip_bare": ("SiglipVisionModel", {"vision_use_head": False, "num_channels": 1}),
 }
 PAD, MASK = 1, 4  # of encoders
 # Sizes of encoders, in the names of their families.
 ENCODERS = {x: y for x, y in SIZES.items() if x != "num_key_value_heads"} | {"pad_token_id": PAD}
 DISTILBERT = {"dim": 24, "hidden_dim": 27, "n_layers": 2, "n_heads": 4, "vocab_size": 53}
+IMAGES = {
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 27,
+    "image_size": 20,
+    "patch_size": 4,
+    "layer_norm_eps": 1e-5,
+}
 ENCODERS_OF = {
+    **dict.fromkeys(("ViT", "DINOv3ViT", "SiglipVision"), IMAGES),
+    "Dinov2": {x: y for x, y in IMAGES.items() if x != "intermediate_size"},
     "DistilBert": DISTILBERT | {"max_position_embeddings": 64, "pad_token_id": PAD},
     "Esm": ENCODERS | {"position_embedding_type": "rotary", "mask_token_id": MASK},
     "ModernBert": ENCODERS | dict.fromkeys(("cls_token_id", "sep_token_id")),
@@ -416,8 +436,8 @@ SHARDED = ("mistral", "mixtral")
 
 def make(name: str) -> torch.nn.Module:
     kind, changes = CASES[name]
-    family = re.sub("(For|LMHead|ForMaskedLM|Model)$", "", kind)
-    is_encoder = kind.endswith(("MaskedLM", "Model"))
+    family = re.sub("(For|LMHead|ForMaskedLM|ForImageClassification|Model)$", "", kind)
+    is_encoder = kind.endswith(("MaskedLM", "Model", "Classification"))
     suffix = {"GPT2LMHead": "Model"}.get(kind, "" if is_encoder else "CausalLM")
     is_text = family in ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
     config_name = f"{family}TextConfig" if is_text else f"{family}Config"
@@ -443,16 +463,37 @@ def make(name: str) -> torch.nn.Module:
             noise = torch.randn(x.shape, generator=generator)
             if x.ndim == 1:
                 x.copy_(0.3 * noise + (offset if path.endswith("weight") else 0.0))
-            elif path.endswith("_bias"):
+            elif path.endswith(("_bias", "_token", "_tokens")):
                 x.copy_(0.3 * noise)
             elif "emb" in path or ".wte" in path or ".wpe" in path:
-                x.copy_(noise * (0.5 if model.config.tie_word_embeddings else 1.0))
+                x.copy_(
+                    noise * (0.5 if getattr(model.config, "tie_word_embeddings", False) else 1.0)
+                )
             else:
                 x.copy_(noise * spread / math.sqrt(x.shape[-1]))
         for path, x in model.named_buffers():
             if path.endswith("e_score_correction_bias"):
                 x.copy_(0.3 * torch.randn(x.shape, generator=generator))
     return model
+
+
+def golden_of_images(model: torch.nn.Module) -> dict[str, np.ndarray]:
+    """The outputs, of images as large as the table of positions and of others."""
+    arrays, rng = {}, np.random.default_rng(0)
+    for name, size in (("", (20, 20)), ("other_", (12, 28))):
+        pixels = rng.normal(size=(BATCH, *size, model.config.num_channels)).astype(np.float32)
+        interpolate = {"interpolate_pos_encoding": True}
+        options = interpolate if model.config.model_type[:3] in ("vit", "sig") else {}
+        with torch.no_grad():
+            out = model(torch.from_numpy(pixels.transpose(0, 3, 1, 2).copy()), **options)
+        arrays[f"{name}pixels"] = pixels
+        if hasattr(out, "logits"):
+            arrays[f"{name}logits"] = out.logits.numpy()
+            continue
+        arrays[f"{name}hidden"] = out.last_hidden_state.numpy()
+        if out.pooler_output is not None:
+            arrays[f"{name}pooled"] = out.pooler_output.numpy()
+    return arrays
 
 
 def golden(model: torch.nn.Module, is_encoder: bool) -> dict[str, np.ndarray]:
@@ -552,7 +593,10 @@ def main() -> None:
             as_published(model, folder)
         # A delta net makes much of small differences: of PyTorch's own in fp32, up to 1e-4.
         model = model.double() if hasattr(model.config, "linear_num_key_heads") else model
-        arrays = golden(model, is_encoder=CASES[name][0].endswith(("MaskedLM", "Model")))
+        if hasattr(model.config, "patch_size"):
+            arrays = golden_of_images(model)
+        else:
+            arrays = golden(model, is_encoder=CASES[name][0].endswith(("MaskedLM", "Model")))
         np.savez_compressed(folder / "golden.npz", **arrays)
         top = max(np.abs(arrays[x]).max() for x in arrays if x in ("logits", "hidden"))
         files = sum(path.stat().st_size for path in folder.iterdir())

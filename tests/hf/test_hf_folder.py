@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from helpers import FetchedSizes, arrays, as_subclass, drawn_transformer, with_loud_mlp
-from test_hf import CASES, ENCODERS, GOLDEN, tensors
+from test_hf import CASES, ENCODERS, GOLDEN, IMAGES, tensors
 
 import zoo
 from zoo import hf, sharding, transformer
@@ -177,6 +177,11 @@ def test_older_config_spellings_are_read(name: str, changes: dict, copy: Any):
             (name, {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act='gelu_pytorch_tanh'")
             for name in ("qwen3_next", "qwen3_5", "olmo_hybrid", "granite_hybrid", "bamba")
         ),
+        ("vit", {"image_size": [20, 24]}, r"image_size=\(20, 24\): must be an integer"),
+        ("vit", {"patch_size": 3}, "patch_size=3 does not divide image_size=20"),
+        ("dinov2", {"use_swiglu_ffn": True}, "use_swiglu_ffn=True is not supported"),
+        ("dinov3_vit", {"use_gated_mlp": True}, "use_gated_mlp=True is not supported"),
+        ("siglip", {"attention_kind": "linear"}, "unknown fields.*attention_kind='linear'"),
         ("roberta", {"pad_token_id": None}, "pad_token_id=None: the first position"),
         ("distilbert", {"activation": "silu"}, "activation='silu' is not supported"),
         ("esm", {"mask_token_id": None}, "token_dropout=True: needs a mask_token_id"),
@@ -752,7 +757,7 @@ def test_tensors_are_fetched_block_by_block(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in IMAGES])
 def test_transformers_opens_saved_models(name: str, tmp_path: Path):
     torch = pytest.importorskip("torch", reason="needs PyTorch")
     transformers = pytest.importorskip("transformers", reason="needs transformers")
@@ -1084,3 +1089,11 @@ def test_rotary_parameters_are_written_as_transformers_5_does(name: str, tmp_pat
     edit(tmp_path / name, rope_parameters=...)
     (tmp_path / name / "checksums.json").unlink()
     assert zoo.load(tmp_path / name).config == model.config
+
+
+def test_the_processor_of_images_is_kept(copy: Any, tmp_path: Path):
+    folder, content = copy("vit"), b'{"size": {"height": 20, "width": 20}}'
+    (folder / "preprocessor_config.json").write_bytes(content)
+    zoo.save(tmp_path / "again", zoo.load(folder), format="hf", like=folder)
+    assert (tmp_path / "again" / "preprocessor_config.json").read_bytes() == content
+    assert zoo.images.Processor.of(tmp_path / "again").size == (20, 20)

@@ -102,11 +102,16 @@ EVALUATION = {
     "distill": {"eval_loss", "perplexity", "bits_per_byte"},
     "mlp": {"eval_loss", "eval_accuracy", "calibration_error"}
     | {"member_loss", "member_accuracy", "member_calibration_error"},
+    "vision": {"eval_loss", "eval_accuracy", "calibration_error"},
 }
 PICTURES = {"curves.png"}
-MORE_PICTURES = {"mlp": {"confusion.png", "calibration.png"}}
+OF_CLASSES = {"confusion.png", "calibration.png"}
+MORE_PICTURES = {"mlp": OF_CLASSES, "vision": OF_CLASSES | {"predictions.png"}}
 TOKENS = jnp.arange(24, dtype=jnp.int32).reshape(2, 12)
-POINTS = jnp.arange(8, dtype=jnp.float32).reshape(2, 4)
+INPUTS = {
+    "mlp": jnp.arange(8, dtype=jnp.float32).reshape(2, 4),
+    "vision": jnp.linspace(-1, 1, 2 * 28 * 28).reshape(2, 28, 28, 1),
+}
 
 
 @pytest.mark.parametrize(
@@ -137,7 +142,7 @@ def test_run_writes_all_documented_files(name, train, tmp_path, monkeypatch, cap
         assert re.search(r"compiled 3 bucket\(s\) \[32, 64, 128\] .*: 1 compile\(s\) per", output)
         for bucket in (32, 64, 128):
             assert re.search(rf"bucket {bucket}: \d+ rows in \d+ batches, \d+\.\d% padding", output)
-    assert len(sampled) == {"mlp": 0, "finetune": 2}.get(name, 1)
+    assert len(sampled) == {"mlp": 0, "vision": 0, "finetune": 2}.get(name, 1)
     for model in sampled:  # on the mesh, sharded as it was trained
         placed = jax.tree.map(lambda x: x.sharding, model)
         expected = sharding.shardings(model, sharding.make_mesh("data=2,fsdp=2,tensor=2"))
@@ -161,14 +166,14 @@ def test_run_writes_all_documented_files(name, train, tmp_path, monkeypatch, cap
     assert {path.name for path in (run_dir / "checkpoints").iterdir()} == {"32", "36", "40"}
 
     model = zoo.load(run_dir / "model")
-    inputs = POINTS if name == "mlp" else TOKENS
+    inputs = INPUTS.get(name, TOKENS)
     trained = jax.tree.map(jnp.asarray, jax.device_get(states[0].model))  # off its mesh
     trained = trained.student if name == "distill" else trained
     merged = 1e-5 if name == "finetune" else 0  # the adapters, and only there
     call = eqx.filter_jit(lambda model: model(inputs))
     np.testing.assert_allclose(call(model), call(trained), rtol=0, atol=merged)
     assert json.loads((run_dir / "model" / "metrics.json").read_text())["steps"] == STEPS
-    if name != "mlp":
+    if name not in INPUTS:
         tokenizer = zoo.tokenizer.load_tokenizer(run_dir / "model")
         assert tokenizer.decode(tokenizer.encode("def")) == "def"
 
@@ -212,7 +217,7 @@ def test_classifiers_publish_and_judge_their_average(train, tmp_path, capsys):
     assert f"held out: accuracy {line['average/eval_accuracy']:.2%}" in capsys.readouterr().out
     found = json.loads((run_dir / "model" / "metrics.json").read_text())
     assert found["eval_loss"] == line["average/eval_loss"] != line["eval_loss"]
-    assert zoo.load(run_dir / "best")(POINTS).shape == (2, 3)
+    assert zoo.load(run_dir / "best")(INPUTS["mlp"]).shape == (2, 3)
 
 
 @pytest.mark.slow

@@ -324,6 +324,8 @@ class Family:
     tensors have no prefix."""
     of_head: str = ""
     """What is in the names of that head's tensors."""
+    head_prefix: str = ""
+    """The prefix of a model with classes, if it has another."""
     copies: Mapping[str, str] = field(default_factory=dict)
     """Tensors that may repeat another one."""
 
@@ -377,6 +379,8 @@ class Family:
 
     def prefix(self, config: Any) -> str:
         """The prefix of the names of tensors that are written."""
+        if self.head_prefix and config.num_classes:
+            return self.head_prefix
         return "" if self.is_bare(config) else self.prefixes[0]
 
     def write(self, config: Any) -> dict[str, Any]:

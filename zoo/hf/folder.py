@@ -45,11 +45,13 @@ from zoo.publishing.tensors import (
 
 logger = logging.getLogger(__name__)
 
+PROCESSOR = "preprocessor_config.json"  # of images
 # No pickled weights, and none in the formats of other libraries.
 FILES = [
     "adapter_config.json",
     "adapter_model.safetensors",
     "config.json",
+    PROCESSOR,
     "model.safetensors",
     "model-*.safetensors",
     "model.safetensors.index.json",
@@ -118,6 +120,8 @@ class _HuggingFace(Format):
         written = write_file(folder and folder / WEIGHTS, tensors, {"format": "pt"})
         if folder is not None:
             (folder / CONFIG).write_text(json.dumps(description, indent=1) + "\n")
+            if like is not None and (like / PROCESSOR).is_file():
+                (folder / PROCESSOR).write_bytes((like / PROCESSOR).read_bytes())
             # The tokenizer may have brought the settings along.
             given = generation or token_ids.read_generation(folder)
             settings = token_ids.describe_generation(model.config, ids, given)

@@ -61,6 +61,7 @@ from zoo.hf.rules import (
     Same,
     words,
 )
+from zoo.hf.vits import DINOV2, DINOV3, SIGLIP, VIT
 from zoo.hf.xlstm import XLSTM
 
 # The part for text of a whole model, in the names of newer and of older versions.
@@ -309,6 +310,7 @@ _ORDER += [GEMMA, GRANITE_DENSE, PHI3, SMOLLM3, OLMO, OLMO3, EXAONE4, SEED_OSS, 
 _ORDER += [JAIS2, MINISTRAL, STARCODER2, STABLELM, PHI]
 _ORDER += [GLM, GLM4, COHERE, COHERE2, HELIUM, ERNIE4_5]
 _ORDER += [GPT_NEOX, GPTJ, CODEGEN, GPT_NEO, GPT_BIGCODE, FALCON]
+_ORDER += [VIT, DINOV2, DINOV3, SIGLIP]
 _ORDER += [ROBERTA, DISTILBERT, ESM, MODERNBERT]
 _ORDER += [QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, OLMO_HYBRID, GRANITE, BAMBA, MAMBA2, XLSTM]
 MODEL_TYPES = {family.model_type: family for family in _ORDER}

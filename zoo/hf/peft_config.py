@@ -149,7 +149,7 @@ def linears(model: PyTree) -> Linears:
         )
 
     map_parameters(add, plain)
-    is_lm = family is not None and plain.config.causal and "LM" in family.architecture
+    is_lm = family is not None and "LM" in family.architecture and plain.config.causal
     task = "CAUSAL_LM" if is_lm else "FEATURE_EXTRACTION"
     first = family.prefix(plain.config) if family else ""
     prefixes = (first, *(x for x in (family.prefixes if family else ()) if x != first))

@@ -53,6 +53,7 @@ FAMILIES: dict[str, Any] = {
     "mlp": mlp.MLP,
     "rnn": rnn.RNN,
     "transformer": transformer.Transformer,
+    "vision_transformer": transformer.VisionTransformer,
 }
 _GROUP = "zoo.families"  # of the entry points of other packages
 _MOST = 4096  # layers or experts: a damaged file can name any number, and all would be made

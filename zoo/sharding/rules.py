@@ -68,6 +68,9 @@ LOGICAL_AXES: Mapping[str, Axis] = types.MappingProxyType(
         "vocab": Axis("tensor", "end"),
         "positions": Axis(None, "end"),
         "features": Axis(None, "end"),  # inputs that are no tokens: any number of them
+        "patch_rows": Axis(None, "end"),  # pixels of a patch of an image
+        "patch_columns": Axis(None, "end"),
+        "channels": Axis(None, "end"),
         "classes": Axis(None, "end"),  # outputs that are no tokens
         # Of a mixture: each device holds whole ones.
         "experts": Axis(("expert", "tensor"), "stack"),

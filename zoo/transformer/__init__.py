@@ -12,3 +12,5 @@ from zoo.transformer.encoder import embed as embed
 from zoo.transformer.flops import num_flops_per_token as num_flops_per_token
 from zoo.transformer.model import Transformer as Transformer
 from zoo.transformer.rotary import PositionsConfig as PositionsConfig
+from zoo.transformer.vision import VisionConfig as VisionConfig
+from zoo.transformer.vision import VisionTransformer as VisionTransformer

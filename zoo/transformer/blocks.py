@@ -86,7 +86,8 @@ class Attention(eqx.Module):
         self.wo = normal(o_key, (heads, size, embed), heads * size * config.num_parts)
         qkv_bias = config.bias or config.attention.qkv_bias
         self.bq = jnp.zeros((heads, size)) if qkv_bias else None
-        self.bk = jnp.zeros((kv_heads, size)) if qkv_bias else None
+        has_key_bias = qkv_bias and config.attention.key_bias
+        self.bk = jnp.zeros((kv_heads, size)) if has_key_bias else None
         self.bv = jnp.zeros((kv_heads, size)) if qkv_bias else None
         self.bo = jnp.zeros(embed) if config.bias or config.attention.out_bias else None
         self.sinks = jnp.zeros(heads) if config.attention.sinks else None
@@ -213,6 +214,12 @@ def _shared_gate(config: Config, *, key: Key[Array, ""]) -> Float[Array, "embed 
     return normal(jax.random.fold_in(key, 2), (config.d_model, 1), config.d_model)
 
 
+def _layer_scale(config: Config, *, key: Key[Array, ""]) -> Float[Array, "embed"]:
+    """The start of the factors of what a part adds."""
+    assert config.residual.layer_scale is not None
+    return jnp.full(config.d_model, config.residual.layer_scale)
+
+
 def from_zeros(
     recurrence: Mixer, x_BTE: Float[Array, "batch seq embed"], marks: Marks
 ) -> Float[Array, "batch seq embed"]:
@@ -233,6 +240,8 @@ class Block(eqx.Module):
     shared_mlp: MLP | None
     shared_gate: Float[Array, "embed routes"] | Operand | None
     mlp_out_norm: Norm | None
+    attention_scale: Float[Array, "embed"] | None
+    mlp_scale: Float[Array, "embed"] | None
     norms_stream: bool = eqx.field(static=True)
     parallel: bool = eqx.field(static=True)
     multiplier: float = eqx.field(static=True)
@@ -244,6 +253,7 @@ class Block(eqx.Module):
         self.mlp = self.dense_mlp = self.shared_mlp = self.shared_gate = None
         self.attention_norm = self.attention_out_norm = self.mlp_norm = self.mlp_out_norm = None
         self.parallel, self.dropout = config.residual.parallel != "none", config.dropout
+        self.attention_scale = self.mlp_scale = None
         self.norms_stream = config.residual.norm_placement == "stream"
         self.multiplier = config.residual.multiplier
 
@@ -256,6 +266,7 @@ class Block(eqx.Module):
         blocks = Block(config)
         norms = "attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm"
         makers: dict[str, Any] = dict.fromkeys(norms, lambda config, key: residual_norm(config))
+        makers |= dict.fromkeys(("attention_scale", "mlp_scale"), _layer_scale)
         makers |= {"attention": Attention, "recurrence": make_recurrence}
         if config.attention.latent.kv_rank is not None:
             makers["attention"] = LatentAttention
@@ -268,10 +279,6 @@ class Block(eqx.Module):
             blocks = eqx.tree_at(
                 operator.attrgetter(name), blocks, stack, is_leaf=lambda x: x is None
             )
-        if not config.encoder.first_norm:
-            rest = jax.tree.map(lambda x: x[1:], blocks.attention_norm)
-            rest = rest if config.num_layers > 1 else None
-            blocks = eqx.tree_at(lambda blocks: blocks.attention_norm, blocks, rest)
         return blocks
 
     def __call__(
@@ -301,7 +308,7 @@ class Block(eqx.Module):
             added_BTE = self.attention(normed_BTE, segment_ids, rotary, window, attend)
         if self.parallel and self.mlp_norm is not None:
             normed_BTE = _enter(self.mlp_norm, x_BTE)
-        x_BTE = self._add(x_BTE, added_BTE, self.attention_out_norm, keys[0])
+        x_BTE = self._add(x_BTE, added_BTE, self.attention_out_norm, self.attention_scale, keys[0])
         mlp = self.mlp or self.dense_mlp
         if mlp is None:
             return x_BTE, None
@@ -320,7 +327,8 @@ class Block(eqx.Module):
                 added_BTE = added_BTE + self._shared(self.shared_mlp, normed_BTE)
         else:
             added_BTE = mlp(normed_BTE)
-        return self._add(x_BTE, added_BTE, self.mlp_out_norm, keys[1]), balance
+        norm, scale = self.mlp_out_norm, self.mlp_scale
+        return self._add(x_BTE, added_BTE, norm, scale, keys[1]), balance
 
     def _shared(self, shared_mlp: MLP, x_BTE: Array) -> Float[Array, "batch seq embed"]:
         """The output of the shared experts, behind their gate if there is one."""
@@ -331,12 +339,19 @@ class Block(eqx.Module):
         return (y_BTE.astype(jnp.float32) * gate_BT1).astype(y_BTE.dtype)
 
     def _add(
-        self, x_BTE: Array, added_BTE: Array, norm: Norm | None, key: Key[Array, ""] | None
+        self,
+        x_BTE: Array,
+        added_BTE: Array,
+        norm: Norm | None,
+        scale: Array | None,
+        key: Key[Array, ""] | None,
     ) -> Float[Array, "batch seq embed"]:
         """The residual stream with the output of a part added, and the norm of either."""
         added_BTE = constrain(added_BTE, "batch", "seq", "embed")
         if norm is not None and not self.norms_stream:
             added_BTE = norm(added_BTE)
+        if scale is not None:
+            added_BTE = added_BTE * scale[None, None].astype(added_BTE.dtype)
         added_BTE = times(added_BTE, self.multiplier)
         x_BTE = x_BTE + dropout(added_BTE, self.dropout, key)
         return norm(x_BTE) if norm is not None and self.norms_stream else x_BTE

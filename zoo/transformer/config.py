@@ -55,6 +55,8 @@ class AttentionConfig:
     """Size of a head; d_model / num_heads if not given."""
     qkv_bias: bool = False
     """Biases on queries, keys and values only (Qwen 2)."""
+    key_bias: bool = True
+    """The bias on keys, where queries and values have theirs (not in DINOv3)."""
     out_bias: bool = False
     """A bias on the last projection of attention (Seed-OSS)."""
     clip: float | None = None
@@ -234,13 +236,15 @@ class ResidualConfig:
     """Factor of the embedding of tokens (Granite)."""
     multiplier: float = 1.0
     """Factor of what each part adds to the residual stream (Granite)."""
+    layer_scale: float | None = None
+    """Start of a learned factor per feature of what each part adds; none if not given."""
     final_norm: bool = True
     """A norm of the residual stream behind the last layer (not in BERT, whose stream is normed)."""
 
     def __post_init__(self) -> None:
         configuration.check(self, "residual.")
         configuration.check_positive(
-            self, "residual.", "norm_eps", "embedding_multiplier", "multiplier"
+            self, "residual.", "norm_eps", "embedding_multiplier", "multiplier", "layer_scale"
         )
         require(
             self.parallel == "none" or self.norm_placement == "pre",
@@ -520,7 +524,12 @@ class Config:
         of_recurrence = self.mixer.norm_placement or elsewhere
         placed = [of_recurrence if x == "recurrence" else elsewhere for x in mixers]
         before, after = [x in ("pre", "both") for x in placed], [x != "pre" for x in placed]
-        has |= {"attention_norm": before, "attention_out_norm": after}
+        first = [self.encoder.first_norm, *[True] * (self.num_layers - 1)]
+        has |= {"attention_norm": [x and y for x, y in zip(before, first, strict=True)]}
+        has |= {"attention_out_norm": after}
+        if self.residual.layer_scale is not None:
+            has |= {"attention_scale": [True] * self.num_layers}
+            has |= {"mlp_scale": [self.mlp != "none"] * self.num_layers}
         if self.mlp != "none":
             has |= {"mlp_out_norm": after}
             has |= {"mlp_norm": before} if self.residual.parallel != "one_norm" else {}
@@ -531,10 +540,7 @@ class Config:
     def own(self) -> dict[str, tuple[int, ...]]:
         """The layers that have each part that not all have, for `scan_layers`."""
         parts = self.parts.items()
-        found = {name: layers for name, layers in parts if len(layers) < self.num_layers}
-        if not self.encoder.first_norm:
-            found["attention_norm"] = tuple(range(1, self.num_layers))
-        return found
+        return {name: layers for name, layers in parts if len(layers) < self.num_layers}
 
     @property
     def num_first(self) -> int:

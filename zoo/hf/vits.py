@@ -1,0 +1,271 @@
+"""The model types of images: ViT, DINOv2, DINOv3 and the vision tower of SigLIP."""
+
+# ruff: noqa: D102 (`Rule` documents the methods of all rules)
+
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from zoo.hf.family import Family, table
+from zoo.hf.gpts import GELUS
+from zoo.hf.rules import Choice, Fields, Fixed, Rule, Same, words
+from zoo.transformer import VisionConfig, VisionTransformer
+
+
+@dataclass(frozen=True)
+class Square(Rule):
+    """A height and width that are one number, or a pair of equal ones."""
+
+    theirs: str
+    default: int
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        size = fields.take(self.theirs, self.default)
+        if isinstance(size, list) and len({*size}) == 1:
+            size = size[0]
+        return {self.theirs: size}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        return {self.theirs: getattr(config, self.theirs)}
+
+
+@dataclass(frozen=True)
+class Labels(Rule):
+    """The classes of a model with a head, by `id2label`, and the pooler of one without."""
+
+    architecture: str
+    pooler: bool
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        has_head = fields.values.get("architectures") == [self.architecture]
+        labels = fields.values.get("id2label") or {0: "", 1: ""}
+        classes = fields.values.get("num_labels", len(labels))
+        return {
+            "num_classes": classes if has_head else 0,
+            "pooler": self.pooler and not has_head,
+        }
+
+    def write(self, config: Any) -> dict[str, Any]:
+        if not config.num_classes:
+            return {}
+        labels = {str(i): f"LABEL_{i}" for i in range(config.num_classes)}
+        ids = {label: int(i) for i, label in labels.items()}
+        return {"architectures": [self.architecture], "id2label": labels, "label2id": ids}
+
+
+@dataclass(frozen=True)
+class MlpRatio(Rule):
+    """The width of the MLP as a multiple of the model's."""
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        ratio = fields.take("mlp_ratio", 4)
+        return {"d_ff": int(fields.values.get("hidden_size", 768) * ratio)}
+
+    def write(self, config: Any) -> dict[str, Any]:
+        ratio = config.parts.hidden_size / config.d_model
+        return {"mlp_ratio": int(ratio) if ratio.is_integer() else ratio}
+
+
+def _canonical(config: VisionConfig) -> VisionConfig:
+    """The canonical form: derived sizes filled in, and starts of training left out."""
+    scale = None if config.layer_scale is None else 1.0
+    theta = config.theta if config.positions == "rotary" else VisionConfig.theta
+    d_ff = config.parts.hidden_size
+    return dataclasses.replace(config, d_ff=d_ff, layer_scale=scale, theta=theta)
+
+
+def _sizes(patch_size: int, hidden: bool = True) -> tuple[Rule, ...]:
+    return (
+        Same("hidden_size", "d_model", 768),
+        Same("num_hidden_layers", "num_layers", 12),
+        Same("num_attention_heads", "num_heads", 12),
+        *([Same("intermediate_size", "d_ff", 3072)] if hidden else []),
+        Square("image_size", 224),
+        Square("patch_size", patch_size),
+        Same("num_channels", "channels", 3),
+    )
+
+
+vision = partial(Family, model=VisionTransformer, config=VisionConfig, canonical=_canonical)
+OF_BACKBONES = words(
+    "apply_layernorm reshape_hidden_states out_features out_indices stage_names drop_path_rate "
+    "_out_features _out_indices"
+)
+PATCHES = "embed channels patch_rows patch_columns"
+
+
+def _blocks(names: str) -> str:
+    """The places of a block's parameters, by the modules of its parts."""
+    query, key, value, out, first, second, up, down = names.split()
+    return f"""
+    blocks.attention.wq          {query}.weight  heads.head_dim embed
+    blocks.attention.bq          {query}.bias    heads.head_dim
+    blocks.attention.wk          {key}.weight    kv_heads.head_dim embed
+    blocks.attention.bk          {key}.bias      kv_heads.head_dim
+    blocks.attention.wv          {value}.weight  kv_heads.head_dim embed
+    blocks.attention.bv          {value}.bias    kv_heads.head_dim
+    blocks.attention.wo          {out}.weight    embed heads.head_dim
+    blocks.attention.bo          {out}.bias
+    blocks.attention_norm.scale  {first}.weight
+    blocks.attention_norm.bias   {first}.bias
+    blocks.mlp_norm.scale        {second}.weight
+    blocks.mlp_norm.bias         {second}.bias
+    blocks.mlp.w_up              {up}.weight     mlp embed
+    blocks.mlp.b_up              {up}.bias
+    blocks.mlp.w_down            {down}.weight   embed mlp
+    blocks.mlp.b_down            {down}.bias
+    """
+
+
+_VIT_ATTENTION = "attention.attention.query attention.attention.key attention.attention.value"
+VIT = vision(
+    model_type="vit",
+    architecture="ViTModel",
+    rules=(
+        *_sizes(16),
+        Same("layer_norm_eps", "norm_eps", 1e-12),
+        Same("qkv_bias", "qkv_bias", True),
+        Choice("hidden_act", "mlp", GELUS, "gelu"),
+        Fixed("pooler_act", "tanh"),
+        Labels("ViTForImageClassification", pooler=True),
+    ),
+    tensors=table(
+        f"""
+        patches.weight   {{prefix}}embeddings.patch_embeddings.projection.weight  {PATCHES}
+        patches.bias     {{prefix}}embeddings.patch_embeddings.projection.bias
+        class_token      {{prefix}}embeddings.cls_token            1 positions embed
+        positions        {{prefix}}embeddings.position_embeddings  1 positions embed
+        final_norm.scale {{prefix}}layernorm.weight
+        final_norm.bias  {{prefix}}layernorm.bias
+        pooler.weight    {{prefix}}pooler.dense.weight             features embed
+        pooler.bias      {{prefix}}pooler.dense.bias
+        head.weight      classifier.weight                         classes embed
+        head.bias        classifier.bias
+        """
+        + _blocks(
+            f"{_VIT_ATTENTION} attention.output.dense layernorm_before layernorm_after "
+            "intermediate.dense output.dense"
+        ),
+        layer="{prefix}encoder.layer.{layer}.",
+    ),
+    prefixes=("", "vit."),
+    head_prefix="vit.",
+    marker="{prefix}embeddings.cls_token",
+    ignored=words("encoder_stride pooler_output_size"),
+)
+DINOV2 = vision(
+    model_type="dinov2",
+    architecture="Dinov2Model",
+    rules=(
+        *_sizes(14, hidden=False),
+        MlpRatio(),
+        Same("layer_norm_eps", "norm_eps", 1e-6),
+        Same("qkv_bias", "qkv_bias", True),
+        Same("layerscale_value", "layer_scale", 1.0),
+        Same("use_mask_token", "mask_token", True),
+        Choice("hidden_act", "mlp", GELUS, "gelu"),
+        Fixed("use_swiglu_ffn", False),
+    ),
+    tensors=table(
+        f"""
+        patches.weight   {{prefix}}embeddings.patch_embeddings.projection.weight  {PATCHES}
+        patches.bias     {{prefix}}embeddings.patch_embeddings.projection.bias
+        class_token      {{prefix}}embeddings.cls_token            1 positions embed
+        mask_token       {{prefix}}embeddings.mask_token
+        positions        {{prefix}}embeddings.position_embeddings  1 positions embed
+        final_norm.scale {{prefix}}layernorm.weight
+        final_norm.bias  {{prefix}}layernorm.bias
+        blocks.attention_scale  layer_scale1.lambda1
+        blocks.mlp_scale        layer_scale2.lambda1
+        """
+        + _blocks(f"{_VIT_ATTENTION} attention.output.dense norm1 norm2 mlp.fc1 mlp.fc2"),
+        layer="{prefix}encoder.layer.{layer}.",
+    ),
+    prefixes=("", "dinov2."),
+    marker="{prefix}embeddings.cls_token",
+    ignored=OF_BACKBONES,
+)
+DINOV3 = vision(
+    model_type="dinov3_vit",
+    architecture="DINOv3ViTModel",
+    rules=(
+        *_sizes(16),
+        Same("layer_norm_eps", "norm_eps", 1e-5),
+        Same("rope_theta", "theta", 100.0),
+        Same("query_bias", "qkv_bias", True),
+        Same("key_bias", "key_bias", False),
+        Fixed("proj_bias", True),
+        Fixed("mlp_bias", True),
+        Fixed("use_gated_mlp", False),
+        Same("layerscale_value", "layer_scale", 1.0),
+        Same("num_register_tokens", "num_registers", 0),
+        Choice("hidden_act", "mlp", GELUS, "gelu"),
+        Fixed("value_bias", True),
+    ),
+    always={"positions": "rotary", "mask_token": True},
+    tensors=table(
+        f"""
+        patches.weight   {{prefix}}embeddings.patch_embeddings.weight  {PATCHES}
+        patches.bias     {{prefix}}embeddings.patch_embeddings.bias
+        class_token      {{prefix}}embeddings.cls_token        1 positions embed
+        mask_token       {{prefix}}embeddings.mask_token       1 positions embed
+        registers        {{prefix}}embeddings.register_tokens  1 positions embed
+        final_norm.scale {{prefix}}norm.weight
+        final_norm.bias  {{prefix}}norm.bias
+        blocks.attention_scale  layer_scale1.lambda1
+        blocks.mlp_scale        layer_scale2.lambda1
+        """
+        + _blocks(
+            "attention.q_proj attention.k_proj attention.v_proj attention.o_proj norm1 norm2 "
+            "mlp.up_proj mlp.down_proj"
+        ),
+        layer="{prefix}layer.{layer}.",
+    ),
+    marker="{prefix}embeddings.cls_token",
+    buffers=("embeddings.register_tokens",),  # of no rows, where there are none
+    # Of training: where patches are moved to.
+    ignored=OF_BACKBONES | words("pos_embed_shift pos_embed_jitter pos_embed_rescale"),
+)
+SIGLIP = vision(
+    model_type="siglip_vision_model",
+    architecture="SiglipVisionModel",
+    rules=(
+        *_sizes(16),
+        Same("layer_norm_eps", "norm_eps", 1e-6),
+        Choice("hidden_act", "mlp", GELUS, "gelu_pytorch_tanh"),
+        Choice("vision_use_head", "pooling", {True: "attention", False: "mean"}, True),
+    ),
+    always={"class_token": False},
+    tensors=table(
+        f"""
+        patches.weight   {{prefix}}embeddings.patch_embedding.weight  {PATCHES}
+        patches.bias     {{prefix}}embeddings.patch_embedding.bias
+        positions        {{prefix}}embeddings.position_embedding.weight
+        final_norm.scale {{prefix}}post_layernorm.weight
+        final_norm.bias  {{prefix}}post_layernorm.bias
+        attention_pooling.probe          {{prefix}}head.probe  1 positions embed
+        attention_pooling.attention.wq   {{prefix}}head.attention.in_proj_weight  part.heads.head_dim embed     0/3
+        attention_pooling.attention.wk   {{prefix}}head.attention.in_proj_weight  part.kv_heads.head_dim embed  1/3
+        attention_pooling.attention.wv   {{prefix}}head.attention.in_proj_weight  part.kv_heads.head_dim embed  2/3
+        attention_pooling.attention.bq   {{prefix}}head.attention.in_proj_bias    part.heads.head_dim     0/3
+        attention_pooling.attention.bk   {{prefix}}head.attention.in_proj_bias    part.kv_heads.head_dim  1/3
+        attention_pooling.attention.bv   {{prefix}}head.attention.in_proj_bias    part.kv_heads.head_dim  2/3
+        attention_pooling.attention.wo   {{prefix}}head.attention.out_proj.weight  embed heads.head_dim
+        attention_pooling.attention.bo   {{prefix}}head.attention.out_proj.bias
+        attention_pooling.norm.scale     {{prefix}}head.layernorm.weight
+        attention_pooling.norm.bias      {{prefix}}head.layernorm.bias
+        attention_pooling.mlp.w_up       {{prefix}}head.mlp.fc1.weight  mlp embed
+        attention_pooling.mlp.b_up       {{prefix}}head.mlp.fc1.bias
+        attention_pooling.mlp.w_down     {{prefix}}head.mlp.fc2.weight  embed mlp
+        attention_pooling.mlp.b_down     {{prefix}}head.mlp.fc2.bias
+        """  # noqa: E501
+        + _blocks(
+            "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.out_proj layer_norm1 "
+            "layer_norm2 mlp.fc1 mlp.fc2"
+        ),
+        layer="{prefix}encoder.layers.{layer}.",
+    ),
+    prefixes=("", "vision_model."),
+    marker="{prefix}embeddings.patch_embedding.weight",
+)
