@@ -4,11 +4,14 @@ python -m benchmarks.recurrences times    # chunks, steps and attention, on this
 python -m benchmarks.recurrences plans    # a layer of each, compiled for a TPU
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.scipy.linalg import solve_triangular
 
 from benchmarks.harness import Table, Timing, in_turn, main, median_ratio
 from benchmarks.plans import compiled, skeleton
@@ -25,8 +28,14 @@ from zoo.transformer.flops import num_flops_per_token
 ROWS, HEADS, SIZE = 2, 4, 64
 
 
-def times(seq_lens: tuple[int, ...] = (512, 2048, 8192), timing: Timing = Timing()) -> list[Table]:
-    """A table per length of rows: milliseconds of a gradient, and its ratio to attention's."""
+def times(
+    seq_lens: tuple[int, ...] = (512, 2048, 8192, 32_768), timing: Timing = Timing()
+) -> list[Table]:
+    """A table per length of rows: milliseconds of a gradient, and its ratio to attention's.
+
+    Each recurrence is set beside its own steps, the same chunks by hand and, where PyTorch and
+    transformers are installed, their code for a CPU.
+    """
     return [_table(timing, seq) for seq in seq_lens]
 
 
@@ -34,8 +43,8 @@ def _table(timing: Timing, seq: int) -> Table:
     keys, shape = jax.random.split(jax.random.key(0), 6), (ROWS, seq, HEADS)
     q, k, v = (jax.random.normal(key, (*shape, SIZE)) for key in keys[:3])
     k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
-    log_decay, rate, gate = (jax.random.normal(key, shape) for key in keys[3:])
-    log_decay, rate = -jax.nn.softplus(log_decay), jax.nn.sigmoid(rate)
+    forget, rate, gate = (jax.random.normal(key, shape) for key in keys[3:])
+    log_decay, rate = jax.nn.log_sigmoid(forget), jax.nn.sigmoid(rate)
     zeros = jnp.zeros((ROWS, HEADS, SIZE, SIZE + 1))
     memory = mlstm.Memory(zeros, zeros[..., 0, 0])
     cells: dict[str, tuple[Any, Any, Any]] = {
@@ -43,20 +52,30 @@ def _table(timing: Timing, seq: int) -> Table:
         "mamba2": (mamba2, zeros[..., 1:], (log_decay,)),
         "mlstm": (mlstm, memory, (log_decay, gate)),
     }
+    table = Table(f"gradients over {ROWS} rows of {seq} steps, {HEADS} heads of {SIZE}, fp32")
     calls = {"attention": _gradient(lambda x: attention(*x, causal=True), (q, k, v))}
     config = RecurrenceConfig(num_heads=HEADS)
     for name, (cell, state, gates) in cells.items():
         tokens = cell.Tokens(q, k, v, *gates)
         chunks = lambda x, r=cell.RECURRENCE, s=state: in_chunks(r, config, s, x, Marks())[1]  # noqa: E731
+        by_hand = functools.partial(BY_HAND[name], config.chunk_size)
         steps = lambda x, step=cell.step, s=state: jax.lax.scan(step, s, x)[1]  # noqa: E731
         calls[name] = _gradient(chunks, tokens)
+        calls[f"{name}, by hand"] = _gradient(by_hand, tokens)
         order = jax.tree.map(lambda x: x.swapaxes(0, 1), tokens)
         calls[f"{name}, step by step"] = _gradient(steps, order)
+        wanted, found = jax.jit(chunks)(tokens), jax.jit(by_hand)(tokens)
+        if not jnp.allclose(found, wanted, rtol=0, atol=1e-3 * jnp.abs(wanted).max()):
+            table.failures.append(f"{name} by hand has other outputs")
+    try:
+        calls |= _of_transformers(q, k, v, forget, rate, gate)
+    except ImportError as error:
+        table.notes.append(f"transformers skipped: {error}")
     seconds = in_turn(calls, timing.rounds)
-    table = Table(f"gradients over {ROWS} rows of {seq} steps, {HEADS} heads of {SIZE}, fp32")
     for name, x in seconds.items():
         ratio = median_ratio(x, seconds["attention"])
-        table.add(peer=name, milliseconds=1e3 * min(x), ratio=ratio)
+        own = median_ratio(x, seconds[name.partition(",")[0]])
+        table.add(peer=name, milliseconds=1e3 * min(x), ratio=ratio, of_chunks=own)
     return table
 
 
@@ -64,6 +83,104 @@ def _gradient(function: Callable[[Any], jax.Array], inputs: Any) -> Callable[[],
     gradient = jax.jit(jax.grad(lambda x: function(x).sum()))
     jax.block_until_ready(gradient(inputs))  # compiles
     return lambda: jax.block_until_ready(gradient(inputs)) and None
+
+
+# --- By hand: one document, decays as differences of sums, a triangular solve ---------------------
+
+
+def _scanned(body: Callable[..., Any], size: int, state: Any, tokens: Any) -> jax.Array:
+    """The outputs [batch, seq, heads, …] of chunks, each computed again in the backward pass."""
+
+    def chunked(x: jax.Array) -> jax.Array:
+        x = x.reshape(x.shape[0], -1, size, *x.shape[2:])
+        return jnp.moveaxis(x, (1, 3), (0, 2))  # [chunks, batch, heads, steps, …]
+
+    out = jax.lax.scan(jax.checkpoint(body), state, jax.tree.map(chunked, tuple(tokens)))[1]
+    out = jnp.moveaxis(out, (0, 2), (1, 3))
+    return out.reshape(out.shape[0], -1, *out.shape[3:])
+
+
+def _delta(size: int, tokens: gated_deltanet.Tokens) -> jax.Array:
+    def body(state: jax.Array, x: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        q, k, v, g, rate = x
+        total = jnp.cumsum(g, -1)
+        seen, left = _seen(total), jnp.exp(total)[..., None]
+        system = jnp.tril(rate[..., None] * seen * (k @ k.mT), -1) + jnp.eye(size)
+        wanted = rate[..., None] * (v - left * (k @ state))
+        written = solve_triangular(system, wanted, lower=True, unit_diagonal=True)
+        out = left * (q @ state) + (seen * (q @ k.mT)) @ written
+        return left[..., -1:, :] * state + (seen[..., -1, :, None] * k).mT @ written, out
+
+    return _scanned(body, size, jnp.zeros((ROWS, HEADS, SIZE, SIZE)), tokens)
+
+
+def _ssd(size: int, tokens: mamba2.Tokens) -> jax.Array:
+    def body(state: jax.Array, x: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        q, k, v, g = x
+        total = jnp.cumsum(g, -1)
+        seen, left = _seen(total), jnp.exp(total)[..., None]
+        out = left * (q @ state) + (seen * (q @ k.mT)) @ v
+        return left[..., -1:, :] * state + (seen[..., -1, :, None] * k).mT @ v, out
+
+    return _scanned(body, size, jnp.zeros((ROWS, HEADS, SIZE, SIZE)), tokens)
+
+
+def _exponential(size: int, tokens: mlstm.Tokens) -> jax.Array:
+    def body(state: Any, x: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
+        (cell, before), (q, k, v, g, gate) = state, x
+        total, v = jnp.cumsum(g, -1), jnp.pad(v, ((0, 0),) * 3 + ((0, 1),), constant_values=1.0)
+        logs = jnp.log(_seen(total)) + gate[..., None, :]
+        largest = jnp.maximum(logs.max(-1), total + before[..., None])
+        weights = jnp.exp(logs - largest[..., None])
+        left = jnp.exp(total + before[..., None] - largest)[..., None]
+        out = left * (q @ cell) + (weights * (q @ k.mT)) @ v
+        cell = left[..., -1:, :] * cell + (weights[..., -1, :, None] * k).mT @ v
+        out = jnp.concatenate([out, largest[..., None]], -1)
+        return (cell, largest[..., -1]), out
+
+    zeros = jnp.zeros((ROWS, HEADS, SIZE, SIZE + 1))
+    return _scanned(body, size, (zeros, zeros[..., 0, 0]), tokens)
+
+
+def _seen(total: jax.Array) -> jax.Array:
+    """What is left behind step t of what step s has added, [t, s]."""
+    later = jnp.tril(jnp.ones((total.shape[-1],) * 2, bool))
+    return jnp.exp(jnp.where(later, total[..., None] - total[..., None, :], -jnp.inf))
+
+
+BY_HAND: dict[str, Any] = {"gated_deltanet": _delta, "mamba2": _ssd, "mlstm": _exponential}
+
+
+def _of_transformers(*arrays: jax.Array) -> dict[str, Callable[[], None]]:
+    """Gradients of what transformers runs on a CPU, by PyTorch.
+
+    Raises:
+        ImportError: either is not installed.
+    """
+    import torch
+    from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+    from transformers.models.xlstm.modeling_xlstm import mlstm_chunkwise_native_autograd
+
+    q, k, v, forget, rate, gate = (torch.tensor(np.asarray(x)).requires_grad_() for x in arrays)
+    steps = torch.nn.functional.softplus(-forget.detach()).requires_grad_()
+    first = lambda *found: [x.transpose(1, 2) for x in found]  # noqa: E731
+    chunk = CHUNK["cpu"]
+    calls = {
+        "gated_deltanet": lambda: torch_chunk_gated_delta_rule(q, k, v, -steps, rate)[0],
+        "mamba2": lambda: mamba2_chunk_scan(v, steps, -torch.ones(HEADS), k, q, chunk),
+        "mlstm": lambda: mlstm_chunkwise_native_autograd(*first(q, k, v, gate, forget)),
+    }
+
+    def timed(call: Callable[[], Any]) -> Callable[[], None]:
+        def run() -> None:
+            found = call()
+            (found[0] if isinstance(found, tuple) else found).sum().backward()
+
+        run()
+        return run
+
+    return {f"{name}, transformers": timed(call) for name, call in calls.items()}
 
 
 # --- By compiling alone ---------------------------------------------------------------------------

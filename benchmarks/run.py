@@ -10,11 +10,12 @@ import tyro
 from benchmarks.harness import Peer, Table, Timing, compare, main, worthwhile
 from benchmarks.peers import example, given, zoo_model
 from benchmarks.peers.given import Precision, Remat
+from benchmarks.recurrences import times
 from zoo.mlp import num_flops_per_example
 from zoo.rnn import num_flops_per_token as rnn_flops
 from zoo.transformer import num_flops_per_token as transformer_flops
 
-Model = Literal["transformer", "rnn", "mlp", "example"]
+Model = Literal["transformer", "rnn", "mlp", "example", "recurrences"]
 Name = Literal[
     "handwritten", "zoo", "zoo-scan", "equinox", "flax-nnx", "pytorch", "pytorch-compiled"
 ]
@@ -93,7 +94,7 @@ def train_steps(
         title, mine = f"train step of the example project's {project.network}", chosen("example")
         flops, rows = example.flops(project), project.batch_size
         tables.append(compare(title, mine, project, "fp32", timing, flops=flops, examples=rows))
-    return tables
+    return tables + (times(timing=timing) if "recurrences" in models else [])
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from zoo.nn.layers import normal
 from zoo.nn.products import platform
 from zoo.nn.recurrences.marks import Chunks, Marks, over_time
 
-CHUNK = {"cpu": 64, "gpu": 64, "tpu": 256}  # steps, by platform
+CHUNK = {"cpu": 64, "gpu": 64, "tpu": 128}  # steps, by platform
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class RecurrenceConfig:
     """Constant that the norm of the output adds to the variance; that of the layer's other norms if
     not given, and in a recurrent network 1e-6, or 1e-5 of mamba2."""
     chunk: int | None = may_differ(None)
-    """Steps that are computed at once; 64 if not given, and 256 on a TPU."""
+    """Steps that are computed at once; 64 if not given, and 128 on a TPU."""
 
     def __post_init__(self) -> None:
         configuration.check(self, "recurrence.")
@@ -137,18 +137,37 @@ class Decay(NamedTuple):
 
 
 def decay(log_decay_BTN: Float[Array, "batch seq heads"], marks: Marks) -> Decay:
-    """The decay over a chunk, of the logarithm of each step's factor.
+    """The decay over a chunk, of the logarithm of each step's factor."""
+    steps = jnp.arange(log_decay_BTN.shape[1])
+    own = (steps[:, None] >= steps[None])[None, None]
+    if marks.restart is not None:
+        document = jnp.cumsum(marks.restart, 1)[:, None]
+        own &= document[..., :, None] == document[..., None, :]
+    log_BNT = heads_first(_marked(log_decay_BTN, marks._replace(restart=None)))
+    within = jnp.where(own, _between(log_BNT), -jnp.inf)
+    return Decay(within, heads_first(left_of_start(log_decay_BTN, marks)))
 
-    Each entry is a sum of its own: a difference of two sums from the start would lose the small
-    ones behind a large one, and -inf.
+
+def _between(log_BNT: Float[Array, "batch heads seq"]) -> Float[Array, "batch heads seq seq"]:
+    """[t, s]: the sum behind step s up to step t, as that from the start less that up to s.
+
+    The difference alone would lose small numbers behind a large one: the rounding error of each sum
+    is kept beside it (Knuth's two-sum). Gradients are those of the plain difference.
     """
-    log_BNT = heads_first(_marked(log_decay_BTN, marks))
-    steps = jnp.arange(log_BNT.shape[-1])
-    later = steps[:, None] > steps[None]
-    added = jnp.where(later[None, None], log_BNT[..., None], 0.0)
-    seen = steps[:, None] >= steps[None]
-    within = jnp.where(seen[None, None], lax.cumsum(added, axis=2), -jnp.inf)
-    return Decay(within, lax.cumsum(log_BNT, axis=2))
+
+    def add(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+        total = a[0] + b[0]
+        other = total - a[0]
+        lost = (a[0] - (total - other)) + (b[0] - other)
+        return total, a[1] + b[1] + lost
+
+    def difference(x: Array) -> Array:
+        return x[..., :, None] - x[..., None, :]
+
+    fixed = lax.stop_gradient(log_BNT)
+    total, lost = lax.associative_scan(add, (fixed, jnp.zeros_like(fixed)), axis=2)
+    plain = lax.cumsum(log_BNT, axis=2)
+    return difference(plain - lax.stop_gradient(plain)) + difference(total) + difference(lost)
 
 
 def left_of_start(
