@@ -113,6 +113,14 @@ def test_palettes_and_transparency_have_a_reading():
         images.decode(palette, "a", channels=4)
 
 
+def test_photos_are_turned_upright():
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 6  # the camera was turned: the first row is the right side
+    lying = pixels()
+    found = images.decode(encoded(lying, "PNG", exif=exif), "photo.png")
+    np.testing.assert_array_equal(found, np.rot90(lying, -1))
+
+
 def test_folders_that_are_no_classes_are_refused(tmp_path: Path):
     with pytest.raises(ValueError, match=r"nowhere.*no such folder"):
         images.Folder(tmp_path / "nowhere")

@@ -361,6 +361,8 @@ UNNAMED = {
     ("decoding", ("batch", "kv_heads", None, "head_dim")): "the slots of a cache",
     ("decoding", ("batch", None, None, "head_dim")): "the slots of one that all heads share",
     ("wrappers", ("batch", None)): "the classes",
+    ("transformer", ("batch", None)): "the classes of images",
+    ("transformer", ("batch", None, None, None)): "images, whose patches are split",
 }
 
 

@@ -25,13 +25,14 @@ Pixels = UInt8[np.ndarray, "height width channels"]
 def decode(content: bytes, name: str, channels: int = 3) -> Pixels:
     """The pixels of a picture, uint8[height, width, channels]; 3 channels are red, green and blue.
 
-    Palettes are looked up, and what is transparent becomes white.
+    Palettes are looked up, what is transparent becomes white, and a photo is turned upright.
 
     Raises:
         ValueError: damaged content, or a picture that has no one reading in 8 bits: of several
             frames, in CMYK, or of more than 8 bits per channel. The message has `name`.
     """
     import PIL.Image  # here: a program without pictures need not have it
+    import PIL.ImageOps
 
     try:
         with PIL.Image.open(io.BytesIO(content)) as picture:
@@ -42,8 +43,7 @@ def decode(content: bytes, name: str, channels: int = 3) -> Pixels:
                     f"{name} is of mode {picture.mode}, whose colours have no one reading in 8 "
                     "bits per channel: convert it, as by Pillow's convert('RGB')"
                 )
-            picture.load()
-            return _as_array(picture, channels)
+            return _as_array(PIL.ImageOps.exif_transpose(picture), channels)
     except (OSError, SyntaxError, PIL.Image.DecompressionBombError) as error:
         raise ValueError(f"{name} is damaged, or no picture: {error}") from error
 
