@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import damage
+import equinox as eqx
 import fsspec
 import jax
 import numpy as np
@@ -221,7 +222,20 @@ def worlds(draw: st.DrawFn, family: str) -> World:
         fixed += ("inner_seq",)
     rules = {name: draw(axes) for name in sharding.RULES if name not in fixed}
     rules = {**sharding.RULES, **(rules if draw(st.booleans()) else {})}
-    return World(mesh, rules, *WORLDS[family](draw, unit, math.prod(sizes)))
+    world = World(mesh, rules, *WORLDS[family](draw, unit, math.prod(sizes)))
+    return world if is_divided(world) else world._replace(rules=sharding.RULES)
+
+
+def is_divided(world: World) -> bool:
+    """Whether the rules split each size by a number that divides it: a cell has some of its own."""
+    skeleton = eqx.filter_eval_shape(lambda key: world.make_model(key=key), jax.random.key(0))
+    try:
+        sharding.shardings(skeleton, zoo.Layout(world.mesh, world.rules))
+    except sharding.ShardingError as error:
+        if "is not divisible by" not in str(error):
+            raise
+        return False
+    return True
 
 
 def token_rows(unit: int, rows: int) -> dict[str, np.ndarray]:
