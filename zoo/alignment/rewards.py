@@ -163,7 +163,7 @@ def load(function: str) -> Callable[..., Any]:
 
 
 def parts(value: Any) -> dict[str, float]:
-    """What a reward function has returned, as numbers by name.
+    """The numbers by name that a reward function has returned.
 
     Raises:
         ValueError: anything else than a finite number, or finite numbers by name.

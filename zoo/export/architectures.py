@@ -1,4 +1,4 @@
-"""What llama.cpp's architectures take, by the types of models, and a model's numbers for them."""
+"""The architectures of llama.cpp by the types of models, and a model's numbers for them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -181,7 +181,7 @@ def context_length(target: Target, config: Config) -> int:
 
 
 def notes(target: Target, config: Config) -> list[str]:
-    """What llama.cpp computes otherwise, in sentences."""
+    """The differences of llama.cpp's maths, in sentences."""
     found, scaling = [], config.positions.scaling
     if (length := context_length(target, config)) < config.max_seq_len:
         found.append(

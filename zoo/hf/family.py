@@ -323,7 +323,7 @@ class Family:
     """The class in transformers of such a model without an output head, if there are such; its
     tensors have no prefix."""
     of_head: str = ""
-    """What is in the names of that head's tensors."""
+    """A part of the names of that head's tensors."""
     head_prefix: str = ""
     """The prefix of a model with classes, if it has another."""
     copies: Mapping[str, str] = field(default_factory=dict)

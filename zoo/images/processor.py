@@ -1,4 +1,4 @@
-"""What a checkpoint wants of its pictures: their size and the range of their values."""
+"""The pictures that a checkpoint wants: their size and the range of their values."""
 
 import dataclasses
 import json
@@ -29,9 +29,9 @@ class Processor:
     scale: float = 1 / 255
     """Factor of the values."""
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
-    """What is taken off each channel."""
+    """The mean of each channel, which is taken off."""
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
-    """What each channel is divided by."""
+    """The divisor of each channel."""
 
     def __post_init__(self) -> None:
         require(self.resample in RESAMPLING, f"resample={self.resample}: choose of {RESAMPLING}")
