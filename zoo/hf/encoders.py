@@ -115,8 +115,8 @@ encoder = partial(
 )
 
 
-def _layers(query: str, key: str, value: str, out: str, norm: str, up: str, down: str) -> str:
-    """The places of attention's and the MLP's parameters, by the names of their modules."""
+def attention_and_mlp(query: str, key: str, value: str, out: str, up: str, down: str) -> str:
+    """The places of their parameters, all with biases, by the names of their modules."""
     return f"""
     blocks.attention.wq  {query}.weight  heads.head_dim embed
     blocks.attention.bq  {query}.bias    heads.head_dim
@@ -126,12 +126,19 @@ def _layers(query: str, key: str, value: str, out: str, norm: str, up: str, down
     blocks.attention.bv  {value}.bias    kv_heads.head_dim
     blocks.attention.wo  {out}.weight    embed heads.head_dim
     blocks.attention.bo  {out}.bias
-    blocks.attention_out_norm.scale  {norm}.weight
-    blocks.attention_out_norm.bias   {norm}.bias
     blocks.mlp.w_up      {up}.weight     mlp embed
     blocks.mlp.b_up      {up}.bias
     blocks.mlp.w_down    {down}.weight   embed mlp
     blocks.mlp.b_down    {down}.bias
+    """
+
+
+def _layers(query: str, key: str, value: str, out: str, norm: str, up: str, down: str) -> str:
+    """The places of a layer's parameters, with a norm behind its attention."""
+    return f"""
+    {attention_and_mlp(query, key, value, out, up, down)}
+    blocks.attention_out_norm.scale  {norm}.weight
+    blocks.attention_out_norm.bias   {norm}.bias
     """
 
 

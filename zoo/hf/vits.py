@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from zoo.hf.encoders import attention_and_mlp
 from zoo.hf.family import Family, table
 from zoo.hf.gpts import GELUS
 from zoo.hf.rules import Choice, Fields, Fixed, Rule, Same, words
@@ -99,22 +100,11 @@ def _blocks(names: str) -> str:
     """The places of a block's parameters, by the modules of its parts."""
     query, key, value, out, first, second, up, down = names.split()
     return f"""
-    blocks.attention.wq          {query}.weight  heads.head_dim embed
-    blocks.attention.bq          {query}.bias    heads.head_dim
-    blocks.attention.wk          {key}.weight    kv_heads.head_dim embed
-    blocks.attention.bk          {key}.bias      kv_heads.head_dim
-    blocks.attention.wv          {value}.weight  kv_heads.head_dim embed
-    blocks.attention.bv          {value}.bias    kv_heads.head_dim
-    blocks.attention.wo          {out}.weight    embed heads.head_dim
-    blocks.attention.bo          {out}.bias
+    {attention_and_mlp(query, key, value, out, up, down)}
     blocks.attention_norm.scale  {first}.weight
     blocks.attention_norm.bias   {first}.bias
     blocks.mlp_norm.scale        {second}.weight
     blocks.mlp_norm.bias         {second}.bias
-    blocks.mlp.w_up              {up}.weight     mlp embed
-    blocks.mlp.b_up              {up}.bias
-    blocks.mlp.w_down            {down}.weight   embed mlp
-    blocks.mlp.b_down            {down}.bias
     """
 
 

@@ -1,4 +1,4 @@
-"""What encoders have around their layers: BERT's family (Devlin et al. 2018), ESM-2, ModernBERT.
+"""The parts of encoders around their layers: BERT's family (Devlin et al. 2018), ESM-2, ModernBERT.
 
 Legend of suffixes: B batch, T time, E embed.
 """

@@ -173,7 +173,7 @@ class Patches(eqx.Module):
 
 
 class AttentionPooling(eqx.Module):
-    """What a learned query finds in the tokens, and an MLP behind it (SigLIP)."""
+    """Attention of one learned query to the tokens, and an MLP behind it (SigLIP)."""
 
     probe: Float[Array, "positions embed"]
     attention: Attention

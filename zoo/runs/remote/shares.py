@@ -103,7 +103,7 @@ class Shares:
         return found
 
     def _answer(self, index: int, order: str, check: Callable[[], object]) -> dict | None:
-        """What a process found, or None if it does not work at the order."""
+        """The answer of a process to an order, or None if it does not work at it."""
         path, deadline = _answer_of(self._folder, index), time.monotonic() + _PATIENCE
         while True:
             answer = _read(path)
