@@ -609,7 +609,7 @@ def test_layout_slices_match_whole_arrays():
         kind = json.loads((GOLDEN / name / "config.json").read_text())["model_type"]
         family = hf.MODEL_TYPES[kind]
         stored = tensors(GOLDEN / name)
-        names = hf.family.layouts(model, family, family.prefixes[0])
+        names = family.layouts(model, family.prefixes[0])
         for path, whole in arrays(model).items():
             for _ in range(5):
                 starts = [int(rng.integers(0, n)) for n in whole.shape]

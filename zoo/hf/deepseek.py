@@ -91,16 +91,14 @@ class Greedy(Rule):
 _SIZES = (("qk_rope_head_dim", 64), ("qk_nope_head_dim", 128))
 LATENT = layer(
     """
-    blocks.attention.wq             self_attn.q_proj.weight              heads.head_dim embed  q:0
-    blocks.attention.wq_down        self_attn.q_a_proj.weight            latent embed
-    blocks.attention.q_norm.scale   self_attn.q_a_layernorm.weight
-    blocks.attention.wq_up          self_attn.q_b_proj.weight            heads.head_dim latent q:0
-    blocks.attention.w_down         self_attn.kv_a_proj_with_mqa.weight  latent embed          kv:0
-    blocks.attention.w_rotary       self_attn.kv_a_proj_with_mqa.weight  latent embed          kv:1
-    blocks.attention.kv_norm.scale  self_attn.kv_a_layernorm.weight
-    blocks.attention.wk             self_attn.kv_b_proj.weight           heads.head_dim latent of:0
-    blocks.attention.wv             self_attn.kv_b_proj.weight           heads.head_dim latent of:1
-    """
+    blocks.attention.wq                 self_attn.q_proj.weight              q:
+    blocks.attention.wq_down            self_attn.q_a_proj.weight            latent embed
+    blocks.attention.q_norm.scale       self_attn.q_a_layernorm.weight
+    blocks.attention.wq_up              self_attn.q_b_proj.weight            heads.head_dim latent q:
+    blocks.attention.{w_down,w_rotary}  self_attn.kv_a_proj_with_mqa.weight  latent embed          kv:
+    blocks.attention.kv_norm.scale      self_attn.kv_a_layernorm.weight
+    blocks.attention.{wk,wv}            self_attn.kv_b_proj.weight           heads.head_dim latent of:
+    """  # noqa: E501
 )
 
 

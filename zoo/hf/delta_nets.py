@@ -2,14 +2,14 @@
 
 # ruff: noqa: D102 (`Rule` documents the methods of all rules)
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from zoo import transformer
-from zoo.hf.family import consecutive
+from zoo.hf.layouts import consecutive
 from zoo.hf.llamas import (
     DENSE,
     ONLY_SILU,
@@ -113,60 +113,51 @@ QWEN = {
 }
 GATED = layer(
     """
-    blocks.attention.wq               self_attn.q_proj.weight      heads.head_dim embed      gated:0
-    blocks.attention.wg               self_attn.q_proj.weight      heads.head_dim embed      gated:1
-    blocks.recurrence.conv_q.weight   linear_attn.conv1d.weight     kv_heads.head_dim 1 taps  qkv:0
-    blocks.recurrence.conv_k.weight   linear_attn.conv1d.weight     kv_heads.head_dim 1 taps  qkv:1
-    blocks.recurrence.conv_v.weight   linear_attn.conv1d.weight     heads.head_dim 1 taps     qkv:2
-    blocks.recurrence.gates.log_rate  linear_attn.A_log
-    blocks.recurrence.gates.bias      linear_attn.dt_bias
-    blocks.recurrence.norm.scale      linear_attn.norm.weight
-    blocks.recurrence.wo              linear_attn.out_proj.weight   embed heads.head_dim
+    blocks.attention.{wq,wg}               self_attn.q_proj.weight      gated:
+    blocks.recurrence.conv_{q,k,v}.weight  linear_attn.conv1d.weight    qkv:
+    blocks.recurrence.gates.log_rate       linear_attn.A_log
+    blocks.recurrence.gates.bias           linear_attn.dt_bias
+    blocks.recurrence.norm.scale           linear_attn.norm.weight
+    blocks.recurrence.wo                   linear_attn.out_proj.weight
     """
 )
 BY_KEY_HEAD = layer(
     """
-    blocks.recurrence.wq  linear_attn.in_proj_qkvz.weight  kv_heads.head_dim embed  qkvz:0
-    blocks.recurrence.wk  linear_attn.in_proj_qkvz.weight  kv_heads.head_dim embed  qkvz:1
-    blocks.recurrence.wv  linear_attn.in_proj_qkvz.weight  heads.head_dim embed     qkvz:2
-    blocks.recurrence.wz  linear_attn.in_proj_qkvz.weight  heads.head_dim embed     qkvz:3
-    blocks.recurrence.wb  linear_attn.in_proj_ba.weight    heads embed              ba:0
-    blocks.recurrence.wa  linear_attn.in_proj_ba.weight    heads embed              ba:1
+    blocks.recurrence.{wq,wk,wv,wz}  linear_attn.in_proj_qkvz.weight  qkvz:
+    blocks.recurrence.{wb,wa}        linear_attn.in_proj_ba.weight    heads embed  ba:
     """
 )
 SIDE_BY_SIDE = layer(
     """
-    blocks.recurrence.wq  linear_attn.in_proj_qkv.weight  kv_heads.head_dim embed  qkv:0
-    blocks.recurrence.wk  linear_attn.in_proj_qkv.weight  kv_heads.head_dim embed  qkv:1
-    blocks.recurrence.wv  linear_attn.in_proj_qkv.weight  heads.head_dim embed     qkv:2
-    blocks.recurrence.wz  linear_attn.in_proj_z.weight    heads.head_dim embed
-    blocks.recurrence.wb  linear_attn.in_proj_b.weight    heads embed
-    blocks.recurrence.wa  linear_attn.in_proj_a.weight    heads embed
+    blocks.recurrence.{wq,wk,wv}  linear_attn.in_proj_qkv.weight  qkv:
+    blocks.recurrence.wz          linear_attn.in_proj_z.weight
+    blocks.recurrence.wb          linear_attn.in_proj_b.weight  heads embed
+    blocks.recurrence.wa          linear_attn.in_proj_a.weight  heads embed
     """
 )
 APART = layer(
     """
-    blocks.recurrence.wq              linear_attn.q_proj.weight    kv_heads.head_dim embed
-    blocks.recurrence.wk              linear_attn.k_proj.weight    kv_heads.head_dim embed
-    blocks.recurrence.wv              linear_attn.v_proj.weight    heads.head_dim embed
-    blocks.recurrence.wz              linear_attn.g_proj.weight    heads.head_dim embed
-    blocks.recurrence.wb              linear_attn.b_proj.weight    heads embed
-    blocks.recurrence.wa              linear_attn.a_proj.weight    heads embed
-    blocks.recurrence.conv_q.weight   linear_attn.q_conv1d.weight  kv_heads.head_dim 1 taps
-    blocks.recurrence.conv_k.weight   linear_attn.k_conv1d.weight  kv_heads.head_dim 1 taps
-    blocks.recurrence.conv_v.weight   linear_attn.v_conv1d.weight  heads.head_dim 1 taps
+    blocks.recurrence.wq              linear_attn.q_proj.weight
+    blocks.recurrence.wk              linear_attn.k_proj.weight
+    blocks.recurrence.wv              linear_attn.v_proj.weight
+    blocks.recurrence.wz              linear_attn.g_proj.weight
+    blocks.recurrence.wb              linear_attn.b_proj.weight  heads embed
+    blocks.recurrence.wa              linear_attn.a_proj.weight  heads embed
+    blocks.recurrence.conv_q.weight   linear_attn.q_conv1d.weight
+    blocks.recurrence.conv_k.weight   linear_attn.k_conv1d.weight
+    blocks.recurrence.conv_v.weight   linear_attn.v_conv1d.weight
     blocks.recurrence.gates.log_rate  linear_attn.A_log
     blocks.recurrence.gates.bias      linear_attn.dt_bias
     blocks.recurrence.norm.scale      linear_attn.o_norm.weight
-    blocks.recurrence.wo              linear_attn.o_proj.weight    embed heads.head_dim
+    blocks.recurrence.wo              linear_attn.o_proj.weight
     """
 )
 SHARED_EXPERT = layer(
     """
-    blocks.shared_mlp.w_gate  mlp.shared_expert.gate_proj.weight  mlp embed
-    blocks.shared_mlp.w_up    mlp.shared_expert.up_proj.weight    mlp embed
-    blocks.shared_mlp.w_down  mlp.shared_expert.down_proj.weight  embed mlp
-    blocks.shared_gate        mlp.shared_expert_gate.weight       routes embed
+    blocks.shared_mlp.w_gate  mlp.shared_expert.gate_proj.weight
+    blocks.shared_mlp.w_up    mlp.shared_expert.up_proj.weight
+    blocks.shared_mlp.w_down  mlp.shared_expert.down_proj.weight
+    blocks.shared_gate        mlp.shared_expert_gate.weight
     """
 )
 
@@ -212,17 +203,20 @@ def _moe(experts: int, per_token: int) -> tuple[Rule, ...]:
     )
 
 
+_OF_QWEN3_5 = (
+    ONLY_SILU,
+    Rotary(max_seq_len=32768, fraction=0.25),
+    *DELTA_NET,
+    Fixed("attention_bias", False),
+)
 QWEN3_NEXT = decoder(
     model_type="qwen3_next",
     architecture="Qwen3NextForCausalLM",
     rules=(
         *sizes(kv_heads=2, head_dim=256, hidden="moe_intermediate_size"),
-        ONLY_SILU,
-        Rotary(max_seq_len=32768, fraction=0.25),
-        *DELTA_NET,
+        *_OF_QWEN3_5,
         *_moe(512, 10),
         Same("norm_topk_prob", "experts.normalize", True),
-        Fixed("attention_bias", False),
         Fixed("decoder_sparse_step", 1),
         Fixed("mlp_only_layers", []),
     ),
@@ -232,42 +226,30 @@ QWEN3_NEXT = decoder(
     ignored=frozenset({"intermediate_size"}),  # of layers without experts
     left_out={"mtp.": "heads of multi-token prediction"},
 )
-OF_WHOLE = {"mtp.": "heads of multi-token prediction", "model.visual.": "a vision tower"}
 QWEN3_5 = decoder(
     model_type="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
-    rules=(
-        *sizes(kv_heads=4, head_dim=256),
-        ONLY_SILU,
-        Rotary(max_seq_len=32768, fraction=0.25),
-        *DELTA_NET,
-        Fixed("attention_bias", False),
-    ),
+    rules=(*sizes(kv_heads=4, head_dim=256), *_OF_QWEN3_5),
     always=QWEN,
     tensors=DENSE | GATED | SIDE_BY_SIDE,
     prefixes=("model.", "", "model.language_model."),
     splits={"gated": _gated, "qkv": _qkv},
     within="qwen3_5",
-    left_out=OF_WHOLE,
+    left_out={"mtp.": "heads of multi-token prediction", "model.visual.": "a vision tower"},
 )
-QWEN3_5_MOE = decoder(
+QWEN3_5_MOE = replace(
+    QWEN3_5,
     model_type="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
     rules=(
         *sizes(kv_heads=2, head_dim=256, hidden="moe_intermediate_size"),
-        ONLY_SILU,
-        Rotary(max_seq_len=32768, fraction=0.25),
-        *DELTA_NET,
+        *_OF_QWEN3_5,
         *_moe(256, 8),
-        Fixed("attention_bias", False),
     ),
     always={**QWEN, "experts.shared_gate": True, "experts.normalize": True},
-    tensors=DENSE | GATED | SIDE_BY_SIDE | QWEN3_EXPERTS | SHARED_EXPERT,
-    prefixes=("model.", "", "model.language_model."),
-    splits={"gated": _gated, "qkv": _qkv},
+    tensors={**QWEN3_5.tensors, **QWEN3_EXPERTS, **SHARED_EXPERT},
     ignored=frozenset({"intermediate_size"}),
     within="qwen3_5_moe",
-    left_out=OF_WHOLE,
 )
 
 # What version 5 of transformers writes in the place of the published names.

@@ -6,7 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from zoo.hf.gpts import GELUS
-from zoo.hf.llamas import DENSE, GATE_UP, POST_NORMS, SILU, decoder, layer, side_by_side, sizes
+from zoo.hf.llamas import (
+    DENSE,
+    GATE_UP,
+    POST_NORMS,
+    SILU,
+    common,
+    decoder,
+    layer,
+    side_by_side,
+    sizes,
+)
 from zoo.hf.mambas import FACTORS
 from zoo.hf.rotary import Rotary
 from zoo.hf.rules import (
@@ -20,6 +30,7 @@ from zoo.hf.rules import (
     Same,
     kinds_of,
     layer_types,
+    same,
     shortest,
     words,
 )
@@ -84,24 +95,14 @@ PHI3 = decoder(
         Same("sliding_window", "attention.window", None),
         Fixed("attention_bias", False, written=False),
     ),
-    tensors=DENSE
-    | GATE_UP
-    | layer(
-        """
-        blocks.attention.wq  self_attn.qkv_proj.weight  heads.head_dim embed     qkv:0
-        blocks.attention.wk  self_attn.qkv_proj.weight  kv_heads.head_dim embed  qkv:1
-        blocks.attention.wv  self_attn.qkv_proj.weight  kv_heads.head_dim embed  qkv:2
-        """
-    ),
+    tensors=DENSE | GATE_UP | layer("blocks.attention.{wq,wk,wv} self_attn.qkv_proj.weight qkv:"),
     splits={"qkv": side_by_side},
 )
 SMOLLM3 = decoder(
     model_type="smollm3",
     architecture="SmolLM3ForCausalLM",
     rules=(
-        *sizes(tied=True, kv_heads=4),
-        SILU,
-        Rotary(theta=2_000_000.0, max_seq_len=32768),
+        *common(Rotary(theta=2_000_000.0, max_seq_len=32768), tied=True, kv_heads=4),
         NoRope(),
         BIASES,
         Fixed("mlp_bias", False),
@@ -111,27 +112,19 @@ SMOLLM3 = decoder(
 GRANITE_DENSE = decoder(
     model_type="granite",
     architecture="GraniteForCausalLM",
-    rules=(*sizes(), SILU, Rotary(), *FACTORS, BIASES, Fixed("mlp_bias", False)),
+    rules=(*common(Rotary()), *FACTORS, BIASES, Fixed("mlp_bias", False)),
 )
 OLMO = decoder(
     model_type="olmo",
     architecture="OlmoForCausalLM",
-    rules=(
-        *sizes(eps=None),
-        SILU,
-        Rotary(),
-        BIASES,
-        Same("clip_qkv", "attention.clip", None),
-    ),
+    rules=(*common(Rotary(), eps=None), BIASES, Same("clip_qkv", "attention.clip", None)),
     always={"residual.norm": "layer_plain", "residual.norm_eps": 1e-5},
 )
 OLMO3 = decoder(
     model_type="olmo3",
     architecture="Olmo3ForCausalLM",
     rules=(
-        *sizes(eps=1e-5),
-        SILU,
-        Rotary(theta=500_000.0, local="theta"),
+        *common(Rotary(theta=500_000.0, local="theta"), eps=1e-5),
         LayerTypes(period=4),
         Fixed("attention_bias", False),
     ),
@@ -141,12 +134,7 @@ OLMO3 = decoder(
 EXAONE4 = decoder(
     model_type="exaone4",
     architecture="Exaone4ForCausalLM",
-    rules=(
-        *sizes(eps=1e-5, kv_heads=32),
-        SILU,
-        Rotary(),
-        RotaryInWindows(period=4, or_all=True),
-    ),
+    rules=(*common(Rotary(), eps=1e-5, kv_heads=32), RotaryInWindows(period=4, or_all=True)),
     always={"attention.qk_norm": "per_head", "residual.norm_placement": "post"},
     tensors=DENSE | POST_NORMS,
 )
@@ -154,11 +142,8 @@ SEED_OSS = decoder(
     model_type="seed_oss",
     architecture="SeedOssForCausalLM",
     rules=(
-        *sizes(kv_heads=8, head_dim=128),
-        SILU,
-        Rotary(max_seq_len=524288),
-        Same("attention_bias", "attention.qkv_bias", True),
-        Same("attention_out_bias", "attention.out_bias", False),
+        *common(Rotary(max_seq_len=524288), kv_heads=8, head_dim=128),
+        *same("attention_bias=attention.qkv_bias:True attention_out_bias=attention.out_bias:False"),
         Fixed("mlp_bias", False),
     ),
     ignored=frozenset({"pretraining_tp", "residual_dropout"}),
@@ -167,9 +152,7 @@ ARCEE = decoder(
     model_type="arcee",
     architecture="ArceeForCausalLM",
     rules=(
-        *sizes(eps=1e-5),
-        RELU2,
-        Rotary(max_seq_len=4096),
+        *common(Rotary(max_seq_len=4096), RELU2, eps=1e-5),
         BIASES,
         Same("mlp_bias", "mlp_bias", False),
     ),
@@ -178,9 +161,7 @@ NEMOTRON = decoder(
     model_type="nemotron",
     architecture="NemotronForCausalLM",
     rules=(
-        *sizes(eps=1e-5, eps_name="norm_eps"),
-        RELU2,
-        Rotary(max_seq_len=4096, fraction=0.5),
+        *common(Rotary(max_seq_len=4096, fraction=0.5), RELU2, eps=1e-5, eps_name="norm_eps"),
         BIASES,
         Same("mlp_bias", "mlp_bias", False),
     ),
@@ -190,9 +171,7 @@ JAIS2 = decoder(
     model_type="jais2",
     architecture="Jais2ForCausalLM",
     rules=(
-        *sizes(eps=1e-5, eps_name="layer_norm_eps"),
-        RELU2,
-        Rotary(max_seq_len=8192),
+        *common(Rotary(max_seq_len=8192), RELU2, eps=1e-5, eps_name="layer_norm_eps"),
         Each("attention_bias", OF_ATTENTION, True),
         Same("mlp_bias", "mlp_bias", True),
     ),
@@ -202,15 +181,20 @@ JAIS2 = decoder(
 MINISTRAL = decoder(
     model_type="ministral",
     architecture="MinistralForCausalLM",
-    rules=(*sizes(kv_heads=8), SILU, Rotary(max_seq_len=131072), LayerTypes(period=None)),
+    rules=(*common(Rotary(max_seq_len=131072), kv_heads=8), LayerTypes(period=None)),
 )
 STARCODER2 = decoder(
     model_type="starcoder2",
     architecture="Starcoder2ForCausalLM",
     rules=(
-        *sizes(tied=True, eps=1e-5, eps_name="norm_epsilon", kv_heads=2),
-        Choice("hidden_act", "mlp", GELUS, "gelu_pytorch_tanh"),
-        Rotary(max_seq_len=4096),
+        *common(
+            Rotary(max_seq_len=4096),
+            Choice("hidden_act", "mlp", GELUS, "gelu_pytorch_tanh"),
+            tied=True,
+            eps=1e-5,
+            eps_name="norm_epsilon",
+            kv_heads=2,
+        ),
         Same("sliding_window", "attention.window", None),
         Each("use_bias", f"{OF_ATTENTION} mlp_bias", True),
     ),
@@ -218,10 +202,8 @@ STARCODER2 = decoder(
     tensors=DENSE
     | layer(
         """
-        blocks.mlp.w_up    mlp.c_fc.weight    mlp embed
-        blocks.mlp.b_up    mlp.c_fc.bias
-        blocks.mlp.w_down  mlp.c_proj.weight  embed mlp
-        blocks.mlp.b_down  mlp.c_proj.bias
+        blocks.mlp.w_up    mlp.c_fc.*
+        blocks.mlp.w_down  mlp.c_proj.*
         """
     ),
     ignored=words("embedding_dropout residual_dropout mlp_type norm_type"),
@@ -230,9 +212,13 @@ STABLELM = decoder(
     model_type="stablelm",
     architecture="StableLmForCausalLM",
     rules=(
-        *sizes(eps=1e-5, eps_name="layer_norm_eps", kv_heads=32, head_dim="derived"),
-        SILU,
-        Rotary(max_seq_len=4096, fraction=0.25),
+        *common(
+            Rotary(max_seq_len=4096, fraction=0.25),
+            eps=1e-5,
+            eps_name="layer_norm_eps",
+            kv_heads=32,
+            head_dim="derived",
+        ),
         Same("use_qkv_bias", "attention.qkv_bias", False),
         Choice(
             "use_parallel_residual", "residual.parallel", {False: "none", True: "one_norm"}, False
@@ -246,9 +232,13 @@ PHI = decoder(
     model_type="phi",
     architecture="PhiForCausalLM",
     rules=(
-        *sizes(eps=1e-5, eps_name="layer_norm_eps", head_dim="derived"),
-        Choice("hidden_act", "mlp", GELUS, "gelu_new"),
-        Rotary(max_seq_len=2048, fraction=0.5),
+        *common(
+            Rotary(max_seq_len=2048, fraction=0.5),
+            Choice("hidden_act", "mlp", GELUS, "gelu_new"),
+            eps=1e-5,
+            eps_name="layer_norm_eps",
+            head_dim="derived",
+        ),
         Fixed("qk_layernorm", False),
     ),
     always={
@@ -260,14 +250,10 @@ PHI = decoder(
     tensors=DENSE
     | layer(
         """
-        final_norm.scale     {prefix}final_layernorm.weight
-        final_norm.bias      {prefix}final_layernorm.bias
-        blocks.attention.wo  self_attn.dense.weight          embed heads.head_dim
-        blocks.attention.bo  self_attn.dense.bias
-        blocks.mlp.w_up      mlp.fc1.weight                  mlp embed
-        blocks.mlp.b_up      mlp.fc1.bias
-        blocks.mlp.w_down    mlp.fc2.weight                  embed mlp
-        blocks.mlp.b_down    mlp.fc2.bias
+        final_norm.scale     {prefix}final_layernorm.*
+        blocks.attention.wo  self_attn.dense.*
+        blocks.mlp.w_up      mlp.fc1.*
+        blocks.mlp.w_down    mlp.fc2.*
         """
     ),
 )

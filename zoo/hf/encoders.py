@@ -2,16 +2,17 @@
 
 # ruff: noqa: D102 (`Rule` documents the methods of all rules)
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from zoo import transformer
 from zoo.hf.canonical import canonical
-from zoo.hf.family import Family, table
+from zoo.hf.family import Family
 from zoo.hf.gpts import GELUS
+from zoo.hf.layouts import table
 from zoo.hf.rotary import Rotary
-from zoo.hf.rules import Choice, Each, Fields, Fixed, LayerTypes, Rule, Same, words
+from zoo.hf.rules import Choice, Each, Fields, Fixed, LayerTypes, Rule, Same, same, words
 
 
 @dataclass(frozen=True)
@@ -94,11 +95,10 @@ class TwoSidedWindow(LayerTypes):
 
 
 SIZES = (
-    Same("vocab_size", "vocab_size"),
-    Same("hidden_size", "d_model"),
-    Same("num_hidden_layers", "num_layers"),
-    Same("num_attention_heads", "num_heads"),
-    Same("intermediate_size", "d_ff"),
+    *same(
+        """vocab_size=vocab_size hidden_size=d_model num_hidden_layers=num_layers
+        num_attention_heads=num_heads intermediate_size=d_ff"""
+    ),
     Tied(),
 )
 # Of all heads but those of decoders: a layer, a norm, and the embedding with a bias.
@@ -115,66 +115,47 @@ encoder = partial(
 )
 
 
-def attention_and_mlp(query: str, key: str, value: str, out: str, up: str, down: str) -> str:
-    """The places of their parameters, all with biases, by the names of their modules."""
-    return f"""
-    blocks.attention.wq  {query}.weight  heads.head_dim embed
-    blocks.attention.bq  {query}.bias    heads.head_dim
-    blocks.attention.wk  {key}.weight    kv_heads.head_dim embed
-    blocks.attention.bk  {key}.bias      kv_heads.head_dim
-    blocks.attention.wv  {value}.weight  kv_heads.head_dim embed
-    blocks.attention.bv  {value}.bias    kv_heads.head_dim
-    blocks.attention.wo  {out}.weight    embed heads.head_dim
-    blocks.attention.bo  {out}.bias
-    blocks.mlp.w_up      {up}.weight     mlp embed
-    blocks.mlp.b_up      {up}.bias
-    blocks.mlp.w_down    {down}.weight   embed mlp
-    blocks.mlp.b_down    {down}.bias
+def layers(names: str) -> str:
+    """The places of a layer's parameters, by the modules of its parts.
+
+    Those are queries, keys, values, the output and the norm of attention, and the two of the MLP.
     """
-
-
-def _layers(query: str, key: str, value: str, out: str, norm: str, up: str, down: str) -> str:
-    """The places of a layer's parameters, with a norm behind its attention."""
+    query, key, value, out, norm, up, down = names.split()
     return f"""
-    {attention_and_mlp(query, key, value, out, up, down)}
-    blocks.attention_out_norm.scale  {norm}.weight
-    blocks.attention_out_norm.bias   {norm}.bias
+    blocks.attention.wq  {query}.*
+    blocks.attention.wk  {key}.*
+    blocks.attention.wv  {value}.*
+    blocks.attention.wo  {out}.*
+    blocks.mlp.w_up      {up}.*
+    blocks.mlp.w_down    {down}.*
+    blocks.attention_out_norm.scale  {norm}.*
     """
 
 
 def _head(dense: str, norm: str, decoder: str, bias: str) -> str:
     """The places of the output head's parameters."""
     return f"""
-    transform.dense.weight  {dense}.weight  features embed
-    transform.dense.bias    {dense}.bias
-    transform.norm.scale    {norm}.weight
-    transform.norm.bias     {norm}.bias
-    head.weight             {decoder}.weight  vocab embed
+    transform.dense.weight  {dense}.*
+    transform.norm.scale    {norm}.*
+    head.weight             {decoder}.weight
     head.bias               {bias}
     tied_bias               {bias}
     """
 
 
-_OF_BERT = _layers(
-    "attention.self.query",
-    "attention.self.key",
-    "attention.self.value",
-    "attention.output.dense",
-    "attention.output.LayerNorm",
-    "intermediate.dense",
-    "output.dense",
+_OF_BERT = layers(
+    "attention.self.query attention.self.key attention.self.value attention.output.dense "
+    "attention.output.LayerNorm intermediate.dense output.dense"
 )
-_BERT = f"""
-    embedding.weight           {{prefix}}embeddings.word_embeddings.weight
-    position_embedding.weight  {{prefix}}embeddings.position_embeddings.weight
-    type_embedding.weight      {{prefix}}embeddings.token_type_embeddings.weight
-    embedding_norm.scale       {{prefix}}embeddings.LayerNorm.weight
-    embedding_norm.bias        {{prefix}}embeddings.LayerNorm.bias
-    pooler.weight              {{prefix}}pooler.dense.weight  features embed
-    pooler.bias                {{prefix}}pooler.dense.bias
-    {_OF_BERT}
-    blocks.mlp_out_norm.scale  output.LayerNorm.weight
-    blocks.mlp_out_norm.bias   output.LayerNorm.bias
+_EMBEDDINGS = """
+    embedding.weight           {prefix}embeddings.word_embeddings.weight
+    position_embedding.weight  {prefix}embeddings.position_embeddings.weight
+    type_embedding.weight      {prefix}embeddings.token_type_embeddings.weight
+    embedding_norm.scale       {prefix}embeddings.LayerNorm.*
+"""
+_BERT = f"""{_EMBEDDINGS}{_OF_BERT}
+    pooler.weight              {{prefix}}pooler.dense.*
+    blocks.mlp_out_norm.scale  output.LayerNorm.*
 """
 _IN_BERT = "{prefix}encoder.layer.{layer}."
 STREAM = {
@@ -229,7 +210,8 @@ _LM_COPIES = {
     "lm_head.decoder.weight": "{prefix}embeddings.word_embeddings.weight",
     "lm_head.decoder.bias": "lm_head.bias",
 }
-ROBERTA = encoder(
+ROBERTA = replace(
+    BERT,
     model_type="roberta",
     architecture="RobertaForMaskedLM",
     bare="RobertaModel",
@@ -237,27 +219,16 @@ ROBERTA = encoder(
     rules=(
         *SIZES,
         OffsetPositions(),
-        Same("type_vocab_size", "encoder.num_token_types", 2),
-        Same("layer_norm_eps", "residual.norm_eps", 1e-12),
+        *same("type_vocab_size=encoder.num_token_types:2 layer_norm_eps=residual.norm_eps:1e-12"),
         Choice("hidden_act", "mlp", {"gelu": "gelu_erf"}, "gelu"),  # the head's too
         *NO_DECODER,
         Fixed("position_embedding_type", "absolute"),
     ),
-    always=STREAM,
     tensors=table(_BERT + _LM_HEAD, layer=_IN_BERT),
     prefixes=("roberta.", ""),
-    marker="{prefix}embeddings.word_embeddings.weight",
-    buffers=("embeddings.position_ids",),
+    ignored=frozenset(),
     copies=_LM_COPIES,
-)
-_OF_DISTILBERT = _layers(
-    "attention.q_lin",
-    "attention.k_lin",
-    "attention.v_lin",
-    "attention.out_lin",
-    "sa_layer_norm",
-    "ffn.lin1",
-    "ffn.lin2",
+    left_out={},
 )
 DISTILBERT = encoder(
     model_type="distilbert",
@@ -265,26 +236,22 @@ DISTILBERT = encoder(
     bare="DistilBertModel",
     of_head="vocab_",
     rules=(
-        Same("vocab_size", "vocab_size", 30522),
-        Same("dim", "d_model", 768),
-        Same("n_layers", "num_layers", 6),
-        Same("n_heads", "num_heads", 12),
-        Same("hidden_dim", "d_ff", 3072),
-        Same("max_position_embeddings", "max_seq_len", 512),
+        *same(
+            """vocab_size=vocab_size:30522 dim=d_model:768 n_layers=num_layers:6
+            n_heads=num_heads:12 hidden_dim=d_ff:3072
+            max_position_embeddings=max_seq_len:512"""
+        ),
         Choice("activation", "mlp", {"gelu": "gelu_erf", "relu": "relu"}, "gelu"),
         Tied(),
     ),
     always={**STREAM, "residual.norm_eps": 1e-12},
     tensors=table(
-        f"""
-        embedding.weight           {{prefix}}embeddings.word_embeddings.weight
-        position_embedding.weight  {{prefix}}embeddings.position_embeddings.weight
-        embedding_norm.scale       {{prefix}}embeddings.LayerNorm.weight
-        embedding_norm.bias        {{prefix}}embeddings.LayerNorm.bias
-        {_OF_DISTILBERT}
-        blocks.mlp_out_norm.scale  output_layer_norm.weight
-        blocks.mlp_out_norm.bias   output_layer_norm.bias
-        """
+        _EMBEDDINGS
+        + layers(
+            "attention.q_lin attention.k_lin attention.v_lin attention.out_lin sa_layer_norm "
+            "ffn.lin1 ffn.lin2"
+        )
+        + "blocks.mlp_out_norm.scale  output_layer_norm.*"
         + _head("vocab_transform", "vocab_layer_norm", "vocab_projector", "vocab_projector.bias"),
         layer="{prefix}transformer.layer.{layer}.",
     ),
@@ -318,21 +285,14 @@ ESM = encoder(
     ),
     always={**ENCODER, "bias": True},
     tensors=table(
-        f"""
+        f"""{_OF_BERT}{_LM_HEAD}
         embedding.weight             {{prefix}}embeddings.word_embeddings.weight
-        embedding_norm.scale         {{prefix}}embeddings.layer_norm.weight
-        embedding_norm.bias          {{prefix}}embeddings.layer_norm.bias
-        final_norm.scale             {{prefix}}encoder.emb_layer_norm_after.weight
-        final_norm.bias              {{prefix}}encoder.emb_layer_norm_after.bias
-        pooler.weight                {{prefix}}pooler.dense.weight  features embed
-        pooler.bias                  {{prefix}}pooler.dense.bias
-        {_OF_BERT}
-        blocks.attention_norm.scale  attention.LayerNorm.weight
-        blocks.attention_norm.bias   attention.LayerNorm.bias
-        blocks.mlp_norm.scale        LayerNorm.weight
-        blocks.mlp_norm.bias         LayerNorm.bias
-        """
-        + _LM_HEAD,
+        embedding_norm.scale         {{prefix}}embeddings.layer_norm.*
+        final_norm.scale             {{prefix}}encoder.emb_layer_norm_after.*
+        pooler.weight                {{prefix}}pooler.dense.*
+        blocks.attention_norm.scale  attention.LayerNorm.*
+        blocks.mlp_norm.scale        LayerNorm.*
+        """,
         layer=_IN_BERT,
     ),
     prefixes=("esm.", ""),
@@ -360,38 +320,25 @@ MODERNBERT = encoder(
             local_name="local_rope_theta",
         ),
         TwoSidedWindow(period=None),
-        Same("norm_eps", "residual.norm_eps", 1e-5),
-        Same("norm_bias", "residual.norm_bias", False),
+        *same("norm_eps=residual.norm_eps:1e-5 norm_bias=residual.norm_bias:False"),
         Each("attention_bias", "attention.qkv_bias attention.out_bias", False),
         Fixed("mlp_bias", False),
-        Same("decoder_bias", "head_bias", True),
-        Same("classifier_bias", "encoder.transform_bias", False),
+        *same("decoder_bias=head_bias:True classifier_bias=encoder.transform_bias:False"),
         Choice("hidden_activation", "mlp", {"gelu": "geglu_erf"}, "gelu"),
         Fixed("classifier_activation", "gelu"),
     ),
     always={**ENCODER, "encoder.first_norm": False},
     tensors=table(
         """
-        embedding.weight             {prefix}embeddings.tok_embeddings.weight
-        embedding_norm.scale         {prefix}embeddings.norm.weight
-        embedding_norm.bias          {prefix}embeddings.norm.bias
-        final_norm.scale             {prefix}final_norm.weight
-        final_norm.bias              {prefix}final_norm.bias
-        blocks.attention_norm.scale  attn_norm.weight
-        blocks.attention_norm.bias   attn_norm.bias
-        blocks.attention.wq          attn.Wqkv.weight  part.heads.head_dim embed     0/3
-        blocks.attention.wk          attn.Wqkv.weight  part.kv_heads.head_dim embed  1/3
-        blocks.attention.wv          attn.Wqkv.weight  part.kv_heads.head_dim embed  2/3
-        blocks.attention.bq          attn.Wqkv.bias    part.heads.head_dim           0/3
-        blocks.attention.bk          attn.Wqkv.bias    part.kv_heads.head_dim        1/3
-        blocks.attention.bv          attn.Wqkv.bias    part.kv_heads.head_dim        2/3
-        blocks.attention.wo          attn.Wo.weight    embed heads.head_dim
-        blocks.attention.bo          attn.Wo.bias
-        blocks.mlp_norm.scale        mlp_norm.weight
-        blocks.mlp_norm.bias         mlp_norm.bias
-        blocks.mlp.w_gate            mlp.Wi.weight     part.mlp embed  0/2
-        blocks.mlp.w_up              mlp.Wi.weight     part.mlp embed  1/2
-        blocks.mlp.w_down            mlp.Wo.weight     embed mlp
+        embedding.weight               {prefix}embeddings.tok_embeddings.weight
+        embedding_norm.scale           {prefix}embeddings.norm.*
+        final_norm.scale               {prefix}final_norm.*
+        blocks.attention_norm.scale    attn_norm.*
+        blocks.attention.{wq,wk,wv}    attn.Wqkv.*    /
+        blocks.attention.wo            attn.Wo.*
+        blocks.mlp_norm.scale          mlp_norm.*
+        blocks.mlp.{w_gate,w_up}       mlp.Wi.weight  /
+        blocks.mlp.w_down              mlp.Wo.weight
         """
         + _head("head.dense", "head.norm", "decoder", "decoder.bias"),
         layer="{prefix}layers.{layer}.",

@@ -1,4 +1,4 @@
-"""The model types with experts in the MLP's place: of Qwen, OLMo, Granite, GLM and Ernie."""
+"""The model types with experts in the MLP: of Qwen, OLMo, Granite, GLM, Ernie and gpt-oss."""
 
 # ruff: noqa: D102 (`Rule` documents the methods of all rules)
 
@@ -12,15 +12,24 @@ from zoo.hf.llamas import (
     INTERLEAVED,
     PAIRS,
     QWEN3_EXPERTS,
-    SILU,
     NumExperts,
+    common,
     decoder,
     layer,
-    sizes,
 )
-from zoo.hf.mambas import GRANITE_EXPERTS, Inverse
+from zoo.hf.mambas import FACTORS, GRANITE_EXPERTS
 from zoo.hf.rotary import Rotary
-from zoo.hf.rules import Choice, Fields, Fixed, OptionalLayerTypes, Rule, Same, words
+from zoo.hf.rules import (
+    Choice,
+    Fields,
+    Fixed,
+    LayerTypes,
+    OptionalLayerTypes,
+    Rule,
+    Same,
+    same,
+    words,
+)
 
 
 @dataclass(frozen=True)
@@ -80,18 +89,28 @@ class Span(FirstDense):
         return super().write(config) | span | {"moe_layer_end_index": config.num_layers - 1}
 
 
+@dataclass(frozen=True)
+class GivenRotary(Rotary):
+    """Rotary positions that a file has to give, as their default is no plain one."""
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        if not (fields.values.get("rope_scaling") or fields.values.get("rope_parameters")):
+            raise fields.refusal("has neither rope_scaling nor rope_parameters: add what was meant")
+        return super().read(fields)
+
+
 DENSE_MLP = layer(
     """
-    blocks.dense_mlp.w_gate  mlp.gate_proj.weight  mlp embed
-    blocks.dense_mlp.w_up    mlp.up_proj.weight    mlp embed
-    blocks.dense_mlp.w_down  mlp.down_proj.weight  embed mlp
+    blocks.dense_mlp.w_gate  mlp.gate_proj.weight
+    blocks.dense_mlp.w_up    mlp.up_proj.weight
+    blocks.dense_mlp.w_down  mlp.down_proj.weight
     """
 )
 SHARED_EXPERTS = DENSE_MLP | layer(
     """
-    blocks.shared_mlp.w_gate  mlp.shared_experts.gate_proj.weight  mlp embed
-    blocks.shared_mlp.w_up    mlp.shared_experts.up_proj.weight    mlp embed
-    blocks.shared_mlp.w_down  mlp.shared_experts.down_proj.weight  embed mlp
+    blocks.shared_mlp.w_gate  mlp.shared_experts.gate_proj.weight
+    blocks.shared_mlp.w_up    mlp.shared_experts.up_proj.weight
+    blocks.shared_mlp.w_down  mlp.shared_experts.down_proj.weight
     """
 )
 LOAD_BIAS = layer("blocks.mlp.bias.value  mlp.gate.e_score_correction_bias")
@@ -101,10 +120,7 @@ INTERVAL = (
     Interval(),
 )
 # DeepSeek-V3's router: sigmoids, a bias for the choice, and groups.
-GROUPS = (
-    Same("n_group", "experts.num_groups", 8),
-    Same("topk_group", "experts.groups_per_token", 4),
-)
+GROUPS = same("n_group=experts.num_groups:8 topk_group=experts.groups_per_token:4")
 DEEPSEEK_ROUTER = {"experts.router": "sigmoid", "experts.bias_rate": LOAD_BIAS_RATE}
 
 
@@ -124,9 +140,7 @@ QWEN2_MOE = decoder(
     model_type="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
     rules=(
-        *sizes(hidden="moe_intermediate_size"),
-        SILU,
-        Rotary(max_seq_len=32768),
+        *common(Rotary(max_seq_len=32768), hidden="moe_intermediate_size"),
         Fixed("use_sliding_window", False),
         OptionalLayerTypes(),
         NumExperts(("num_experts", "num_local_experts"), 60),
@@ -142,12 +156,9 @@ OLMOE = decoder(
     model_type="olmoe",
     architecture="OlmoeForCausalLM",
     rules=(
-        *sizes(eps=1e-5),
-        SILU,
-        Rotary(max_seq_len=4096),
+        *common(Rotary(max_seq_len=4096), eps=1e-5),
         NumExperts(("num_experts", "num_local_experts"), 64),
-        Same("num_experts_per_tok", "experts.per_token", 8),
-        Same("norm_topk_prob", "experts.normalize", False),
+        *same("num_experts_per_tok=experts.per_token:8 norm_topk_prob=experts.normalize:False"),
         Fixed("clip_qkv", None),
         Fixed("attention_bias", False),
     ),
@@ -158,15 +169,10 @@ GRANITE_MOE = decoder(
     model_type="granitemoe",
     architecture="GraniteMoeForCausalLM",
     rules=(
-        *sizes(),
-        SILU,
-        Rotary(),
+        *common(Rotary()),
         NumExperts(("num_local_experts",), 8),
         Same("num_experts_per_tok", "experts.per_token", 2),
-        Same("embedding_multiplier", "residual.embedding_multiplier", 1.0),
-        Same("residual_multiplier", "residual.multiplier", 1.0),
-        Same("attention_multiplier", "attention.scale", 1.0),
-        Inverse("logits_scaling", "logit_multiplier"),
+        *FACTORS,
         Fixed("attention_bias", False),
     ),
     tensors=DENSE | GRANITE_EXPERTS,
@@ -175,9 +181,12 @@ GLM4_MOE = decoder(
     model_type="glm4_moe",
     architecture="Glm4MoeForCausalLM",
     rules=(
-        *sizes(eps=1e-5, kv_heads=8, hidden="moe_intermediate_size"),
-        SILU,
-        Rotary(max_seq_len=131072, fraction=0.5),
+        *common(
+            Rotary(max_seq_len=131072, fraction=0.5),
+            eps=1e-5,
+            kv_heads=8,
+            hidden="moe_intermediate_size",
+        ),
         *deepseek_experts(128, 1, 1, 1.0),
         Same("n_group", "experts.num_groups", 1),
         Same("topk_group", "experts.groups_per_token", 1),
@@ -194,12 +203,15 @@ ERNIE4_5_MOE = decoder(
     model_type="ernie4_5_moe",
     architecture="Ernie4_5_MoeForCausalLM",
     rules=(
-        *sizes(tied=True, eps=1e-5, kv_heads=4, hidden="moe_intermediate_size"),
-        SILU,
-        Rotary(theta=500_000.0, max_seq_len=131072),
+        *common(
+            Rotary(theta=500_000.0, max_seq_len=131072),
+            tied=True,
+            eps=1e-5,
+            kv_heads=4,
+            hidden="moe_intermediate_size",
+        ),
         NumExperts(("moe_num_experts", "num_experts"), 64),
-        Same("moe_k", "experts.per_token", 6),
-        Same("moe_num_shared_experts", "experts.num_shared", 2),
+        *same("moe_k=experts.per_token:6 moe_num_shared_experts=experts.num_shared:2"),
         Span(),
         Fixed("moe_norm_min", 1e-12),
         Fixed("moe_gate", "topk", written=False),
@@ -211,4 +223,38 @@ ERNIE4_5_MOE = decoder(
     splits=PAIRS,
     ignored=words("moe_capacity num_nextn_predict_layers"),
     left_out={"model.mtp_": "heads of multi-token prediction"},
+)
+# Gates take turns with what they multiply, and matrices are [in, out].
+GPT_OSS_NAMES = layer(
+    """
+    blocks.attention.bo         self_attn.o_proj.bias
+    blocks.attention.sinks      self_attn.sinks
+    blocks.mlp.router           mlp.router.*
+    blocks.mlp.{w_gate,w_up}    mlp.experts.gate_up_proj       experts embed mlp.part  /
+    blocks.mlp.w_down           mlp.experts.down_proj          experts mlp embed
+    blocks.mlp.{b_gate,b_up}    mlp.experts.gate_up_proj_bias  experts mlp.part        /
+    blocks.mlp.b_down           mlp.experts.down_proj_bias
+    """
+)
+GPT_OSS = decoder(
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    rules=(
+        *common(
+            GivenRotary(theta=150_000.0, max_seq_len=131072),
+            Choice("hidden_act", "mlp", {"silu": "swiglu_clamped"}, "silu"),
+            eps=1e-5,
+            kv_heads=8,
+            head_dim=64,
+        ),
+        LayerTypes(period=2, default=128),
+        NumExperts(("num_local_experts", "num_experts"), 128),
+        Same("num_experts_per_tok", "experts.per_token", 4),
+        Fixed("attention_bias", True),
+        Fixed("swiglu_alpha", 1.702),
+        Fixed("swiglu_limit", 7.0),
+    ),
+    always={"bias": True, "attention.sinks": True},
+    tensors=DENSE | GPT_OSS_NAMES,
+    ignored=words("experts_per_token initial_context_length"),  # said a second time
 )

@@ -12,7 +12,7 @@ from functools import partial
 import jax.numpy as jnp
 import numpy as np
 
-from zoo.hf.family import Index
+from zoo.hf.layouts import Index
 from zoo.hf.rules import Fields
 from zoo.hf.weights import Derived, Made, Read, Stored, Weights
 

@@ -16,12 +16,12 @@ from zoo.common.checksums import Digest
 from zoo.data import special_tokens
 from zoo.data import tokenizer as tokenizers
 from zoo.hf import floats, quantization, token_ids
-from zoo.hf.family import Family, Layout, filled, layouts
+from zoo.hf.family import Family
+from zoo.hf.layouts import Layout, filled, tensors_of
 from zoo.hf.methods import read_method
 from zoo.hf.model_types import MODEL_TYPES, REFUSED
 from zoo.hf.quantization import Expected, Matrix, Part
 from zoo.hf.weights import FLOATS, Weights, are_present, weight_files
-from zoo.hf.writing import tensors_of
 from zoo.publishing import PublishError, formats
 from zoo.publishing.families import check_model
 from zoo.publishing.formats import (
@@ -115,7 +115,8 @@ class _HuggingFace(Format):
         dtype = str(next(iter(dtypes.values())))
         # In the words of version 5 of transformers and of earlier ones.
         description |= {**ids, "dtype": dtype, "torch_dtype": dtype}
-        tensors = tensors_of(model, family, dtypes)
+        found = family.layouts(family.skeleton(model.config), family.prefix(model.config))
+        tensors = tensors_of(model, found, dtypes)
         # transformers needs this metadata
         written = write_file(folder and folder / WEIGHTS, tensors, {"format": "pt"})
         if folder is not None:
@@ -294,7 +295,7 @@ def _open(
     skeleton = family.skeleton(config)
     present = (x for x in family.prefixes if family.marker.format(prefix=x) in weights.tensors)
     prefix = next(present, family.prefix(config))
-    found = layouts(skeleton, family, prefix)
+    found = family.layouts(skeleton, prefix)
     matrices = quantization.find(method, weights, found, family.model_type)
     _check(family, config, weights, found, matrices)
     embedding = next(x for x in found.values() if x.tensor.name == family.marker)

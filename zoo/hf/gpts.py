@@ -1,29 +1,27 @@
-"""The model types of GPT's first open followers: GPT-NeoX, GPT-J, CodeGen, GPT-Neo, and others."""
+"""The model types of GPT-2 and its first open followers: GPT-NeoX, GPT-J, CodeGen, and others.
+
+GPT-2 has weights as [in, out], and queries, keys and values side by side.
+"""
 
 # ruff: noqa: D102 (`Rule` documents the methods of all rules)
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from zoo import transformer
-from zoo.hf.family import table
+from zoo.hf.layouts import table
 from zoo.hf.llamas import PAIRS, decoder, side_by_side
 from zoo.hf.rotary import Rotary
-from zoo.hf.rules import Choice, Each, Fields, Fixed, Rule, Same, shortest, words
+from zoo.hf.rules import Choice, Each, Fields, Fixed, Rule, same, shortest, words
 
 GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf"}
 NORMS = {"residual.norm": "layer", "residual.norm_bias": True}
-OF_GPT2 = (
-    Same("vocab_size", "vocab_size"),
-    Same("n_embd", "d_model"),
-    Same("n_layer", "num_layers"),
-    Same("n_head", "num_heads"),
-    Same("n_inner", "d_ff", None),
-    Same("layer_norm_epsilon", "residual.norm_eps", 1e-5),
-)
+_OF_GPT2 = """vocab_size=vocab_size n_embd=d_model n_layer=num_layers n_head=num_heads
+    n_inner=d_ff:None layer_norm_epsilon=residual.norm_eps:1e-5"""
+_SHORT = same(f"{_OF_GPT2} n_positions=max_seq_len:1024 tie_word_embeddings=tie_embeddings:True")
 SUMMARY = """summary_activation summary_first_dropout summary_proj_to_labels summary_type
     summary_use_proj"""
 
@@ -76,31 +74,60 @@ def _codegen(config: transformer.Config) -> list[np.ndarray]:
     return [queries[paired], keys[paired], values]
 
 
-def fused(name: str) -> str:
-    """The places of queries, keys and values in one module, by the split `qkv`."""
-    rows = [
-        f"blocks.attention.{kind}{x} {name}.{end} {axes} qkv:{i}"
-        for i, (x, heads) in enumerate((("q", "heads"), ("k", "kv_heads"), ("v", "kv_heads")))
-        for kind, end, axes in (
-            ("w", "weight", f"{heads}.head_dim embed"),
-            ("b", "bias", f"{heads}.head_dim"),
-        )
-    ]
-    return "\n".join([*rows, ""])
-
-
-layer = "{prefix}h.{layer}."
-GPT_NEOX = decoder(
-    model_type="gpt_neox",
-    architecture="GPTNeoXForCausalLM",
+layer = partial(table, layer="{prefix}h.{layer}.")
+_OF_GPT = """
+    embedding.weight             {prefix}wte.weight
+    position_embedding.weight    {prefix}wpe.weight
+    final_norm.scale             {prefix}ln_f.*
+    head.weight                  lm_head.*
+    blocks.attention_norm.scale  ln_1.*
+    blocks.mlp_norm.scale        ln_2.*
+"""
+_C_MLP = """
+    blocks.mlp.w_up    mlp.c_fc.*
+    blocks.mlp.w_down  mlp.c_proj.*
+"""
+_WIDE_MLP = """
+    blocks.mlp.w_up    mlp.dense_h_to_4h.*
+    blocks.mlp.w_down  mlp.dense_4h_to_h.*
+"""
+of_gpt = partial(
+    decoder,
+    prefixes=("transformer.", ""),
+    marker="{prefix}wte.weight",
+    buffers=(".attn.bias", ".attn.masked_bias"),
+)
+GPT2 = of_gpt(
+    "gpt2",
+    "GPT2LMHeadModel",
     rules=(
-        Same("vocab_size", "vocab_size"),
-        Same("hidden_size", "d_model"),
-        Same("num_hidden_layers", "num_layers"),
-        Same("num_attention_heads", "num_heads"),
-        Same("intermediate_size", "d_ff"),
-        Same("layer_norm_eps", "residual.norm_eps", 1e-5),
-        Same("tie_word_embeddings", "tie_embeddings", False),
+        *_SHORT,
+        Choice("activation_function", "mlp", GELUS, "gelu_new"),
+        Fixed("scale_attn_weights", True),
+        Fixed("scale_attn_by_inverse_layer_idx", False),
+        Fixed("add_cross_attention", False),
+    ),
+    always={"residual.norm": "layer", "positions.kind": "learned", "bias": True},
+    tensors=layer(
+        f"""{_OF_GPT}
+        blocks.attention.{{wq,wk,wv}}  attn.c_attn.*  T /
+        blocks.attention.wo            attn.c_proj.*  T
+        blocks.mlp.w_up                mlp.c_fc.*     T
+        blocks.mlp.w_down              mlp.c_proj.*   T
+        """
+    ),
+    # The length a second time, a matter of precision, and fields of a head that is not used.
+    ignored=words(f"n_ctx reorder_and_upcast_attn {SUMMARY}"),
+)
+GPT_NEOX = decoder(
+    "gpt_neox",
+    "GPTNeoXForCausalLM",
+    rules=(
+        *same(
+            """vocab_size=vocab_size hidden_size=d_model num_hidden_layers=num_layers
+            num_attention_heads=num_heads intermediate_size=d_ff
+            layer_norm_eps=residual.norm_eps:1e-5 tie_word_embeddings=tie_embeddings:False"""
+        ),
         Choice("hidden_act", "mlp", {**GELUS, "relu": "relu"}, "gelu"),
         Rotary(fraction=0.25, theta_name="rotary_emb_base", fraction_name="rotary_pct"),
         Each("attention_bias", "attention.qkv_bias attention.out_bias", True),
@@ -110,22 +137,14 @@ GPT_NEOX = decoder(
     ),
     always={**NORMS, "mlp_bias": True},
     tensors=table(
-        fused("attention.query_key_value")
-        + """
-        embedding.weight             {prefix}embed_in.weight
-        final_norm.scale             {prefix}final_layer_norm.weight
-        final_norm.bias              {prefix}final_layer_norm.bias
-        head.weight                  embed_out.weight                  vocab embed
-        blocks.attention_norm.scale  input_layernorm.weight
-        blocks.attention_norm.bias   input_layernorm.bias
-        blocks.attention.wo          attention.dense.weight            embed heads.head_dim
-        blocks.attention.bo          attention.dense.bias
-        blocks.mlp_norm.scale        post_attention_layernorm.weight
-        blocks.mlp_norm.bias         post_attention_layernorm.bias
-        blocks.mlp.w_up              mlp.dense_h_to_4h.weight          mlp embed
-        blocks.mlp.b_up              mlp.dense_h_to_4h.bias
-        blocks.mlp.w_down            mlp.dense_4h_to_h.weight          embed mlp
-        blocks.mlp.b_down            mlp.dense_4h_to_h.bias
+        f"""{_WIDE_MLP}
+        embedding.weight               {{prefix}}embed_in.weight
+        final_norm.scale               {{prefix}}final_layer_norm.*
+        head.weight                    embed_out.weight
+        blocks.attention_norm.scale    input_layernorm.*
+        blocks.attention.{{wq,wk,wv}}  attention.query_key_value.*  qkv:
+        blocks.attention.wo            attention.dense.*
+        blocks.mlp_norm.scale          post_attention_layernorm.*
         """,
         layer="{prefix}layers.{layer}.",
     ),
@@ -135,88 +154,48 @@ GPT_NEOX = decoder(
     ignored=words("classifier_dropout hidden_dropout"),
     buffers=("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"),
 )
-_OF_GPT = """
-    embedding.weight             {prefix}wte.weight
-    position_embedding.weight    {prefix}wpe.weight
-    final_norm.scale             {prefix}ln_f.weight
-    final_norm.bias              {prefix}ln_f.bias
-    head.weight                  lm_head.weight         vocab embed
-    head.bias                    lm_head.bias
-    blocks.attention_norm.scale  ln_1.weight
-    blocks.attention_norm.bias   ln_1.bias
-    blocks.mlp_norm.scale        ln_2.weight
-    blocks.mlp_norm.bias         ln_2.bias
-"""
 _OF_GPTJ = f"""{_OF_GPT}
-    blocks.attention.wo          attn.out_proj.weight   embed heads.head_dim
-    blocks.attention.bo          attn.out_proj.bias
-    blocks.mlp.w_up              mlp.fc_in.weight       mlp embed
-    blocks.mlp.b_up              mlp.fc_in.bias
-    blocks.mlp.w_down            mlp.fc_out.weight      embed mlp
-    blocks.mlp.b_down            mlp.fc_out.bias
+    blocks.attention.wo  attn.out_proj.*
+    blocks.mlp.w_up      mlp.fc_in.*
+    blocks.mlp.w_down    mlp.fc_out.*
 """
-_C_MLP = """
-    blocks.mlp.w_up              mlp.c_fc.weight        mlp embed
-    blocks.mlp.b_up              mlp.c_fc.bias
-    blocks.mlp.w_down            mlp.c_proj.weight      embed mlp
-    blocks.mlp.b_down            mlp.c_proj.bias
-"""
-_GPTJ_RULES = (
-    *OF_GPT2,
-    Same("n_positions", "max_seq_len", 2048),
-    Same("tie_word_embeddings", "tie_embeddings", False),
-    Choice("activation_function", "mlp", GELUS, "gelu_new"),
-    RotaryDim(),
-)
-_GPTJ_ALWAYS = {
-    **NORMS,
-    "mlp_bias": True,
-    "head_bias": True,
-    "residual.parallel": "one_norm",
-}
-of_gpt = partial(decoder, prefixes=("transformer.", ""), marker="{prefix}wte.weight")
 GPTJ = of_gpt(
-    model_type="gptj",
-    architecture="GPTJForCausalLM",
-    rules=_GPTJ_RULES,
-    always=_GPTJ_ALWAYS,
-    tensors=table(
+    "gptj",
+    "GPTJForCausalLM",
+    rules=(
+        *same(_OF_GPT2 + " n_positions=max_seq_len:2048 tie_word_embeddings=tie_embeddings:False"),
+        Choice("activation_function", "mlp", GELUS, "gelu_new"),
+        RotaryDim(),
+    ),
+    always={**NORMS, "mlp_bias": True, "head_bias": True, "residual.parallel": "one_norm"},
+    tensors=layer(
         f"""{_OF_GPTJ}
-        blocks.attention.wq  attn.q_proj.weight  heads.head_dim embed     pairs_q:0
-        blocks.attention.wk  attn.k_proj.weight  kv_heads.head_dim embed  pairs_k:0
-        blocks.attention.wv  attn.v_proj.weight  kv_heads.head_dim embed
-        """,
-        layer=layer,
+        blocks.attention.wq  attn.q_proj.weight  pairs_q:
+        blocks.attention.wk  attn.k_proj.weight  pairs_k:
+        blocks.attention.wv  attn.v_proj.weight
+        """
     ),
     splits=PAIRS,
     ignored=words(f"{SUMMARY} rotary scale_attn_weights gradient_checkpointing"),
-    buffers=(".attn.bias", ".attn.masked_bias"),
 )
-CODEGEN = of_gpt(
+CODEGEN = replace(
+    GPTJ,
     model_type="codegen",
     architecture="CodeGenForCausalLM",
-    rules=_GPTJ_RULES,
-    always=_GPTJ_ALWAYS,
-    tensors=table(
-        _OF_GPTJ + fused("attn.qkv_proj"),
-        layer=layer,
-    ),
+    tensors=layer(_OF_GPTJ + "blocks.attention.{wq,wk,wv} attn.qkv_proj.* qkv:"),
     splits={"qkv": _codegen},
     ignored=words(f"{SUMMARY} n_ctx rotary scale_attn_weights"),
     buffers=(".attn.causal_mask", ".attn.bias", ".attn.masked_bias"),
 )
 GPT_NEO = of_gpt(
-    model_type="gpt_neo",
-    architecture="GPTNeoForCausalLM",
+    "gpt_neo",
+    "GPTNeoForCausalLM",
     rules=(
-        Same("vocab_size", "vocab_size"),
-        Same("hidden_size", "d_model"),
-        Same("num_layers", "num_layers"),
-        Same("num_heads", "num_heads"),
-        Same("intermediate_size", "d_ff", None),
-        Same("max_position_embeddings", "max_seq_len", 2048),
-        Same("layer_norm_epsilon", "residual.norm_eps", 1e-5),
-        Same("tie_word_embeddings", "tie_embeddings", True),
+        *same(
+            """vocab_size=vocab_size hidden_size=d_model num_layers=num_layers num_heads=num_heads
+            intermediate_size=d_ff:None max_position_embeddings=max_seq_len:2048
+            layer_norm_epsilon=residual.norm_eps:1e-5 tie_word_embeddings=tie_embeddings:True"""
+        ),
         Choice("activation_function", "mlp", GELUS, "gelu_new"),
         WindowGroups(),
     ),
@@ -227,43 +206,33 @@ GPT_NEO = of_gpt(
         "attention.out_bias": True,
         "mlp_bias": True,
     },
-    tensors=table(
+    tensors=layer(
         f"""{_OF_GPT}{_C_MLP}
-        blocks.attention.wq  attn.attention.q_proj.weight    heads.head_dim embed
-        blocks.attention.wk  attn.attention.k_proj.weight    kv_heads.head_dim embed
-        blocks.attention.wv  attn.attention.v_proj.weight    kv_heads.head_dim embed
-        blocks.attention.wo  attn.attention.out_proj.weight  embed heads.head_dim
-        blocks.attention.bo  attn.attention.out_proj.bias
-        """,
-        layer=layer,
+        blocks.attention.wq  attn.attention.q_proj.weight
+        blocks.attention.wk  attn.attention.k_proj.weight
+        blocks.attention.wv  attn.attention.v_proj.weight
+        blocks.attention.wo  attn.attention.out_proj.*
+        """
     ),
     ignored=words(f"{SUMMARY} embed_dropout resid_dropout classifier_dropout"),
     buffers=(".attn.attention.bias", ".attn.attention.masked_bias"),
 )
 GPT_BIGCODE = of_gpt(
-    model_type="gpt_bigcode",
-    architecture="GPTBigCodeForCausalLM",
+    "gpt_bigcode",
+    "GPTBigCodeForCausalLM",
     rules=(
-        *OF_GPT2,
-        Same("n_positions", "max_seq_len", 1024),
-        Same("tie_word_embeddings", "tie_embeddings", True),
+        *_SHORT,
         Choice("activation_function", "mlp", GELUS, "gelu_pytorch_tanh"),
         Fixed("multi_query", True),
         Fixed("scale_attn_weights", True),
         Fixed("add_cross_attention", False),
     ),
-    always={
-        "residual.norm": "layer",
-        "bias": True,
-        "positions.kind": "learned",
-        "attention.num_kv_heads": 1,
-    },
-    tensors=table(
-        f"""{_OF_GPT}{_C_MLP}{fused("attn.c_attn")}
-        blocks.attention.wo  attn.c_proj.weight  embed heads.head_dim
-        blocks.attention.bo  attn.c_proj.bias
-        """,
-        layer=layer,
+    always={**GPT2.always, "attention.num_kv_heads": 1},
+    tensors=layer(
+        f"""{_OF_GPT}{_C_MLP}
+        blocks.attention.{{wq,wk,wv}}  attn.c_attn.*  qkv:
+        blocks.attention.wo            attn.c_proj.*
+        """
     ),
     splits={"qkv": side_by_side},
     # How sums are made, and old fields of inference.
@@ -272,19 +241,16 @@ GPT_BIGCODE = of_gpt(
         max_batch_size max_sequence_length pad_key_length pre_allocate_kv_cache
         num_key_value_heads validate_runner_input"""
     ),
-    buffers=(".attn.bias", ".attn.masked_bias"),
 )
 FALCON = decoder(
-    model_type="falcon",
-    architecture="FalconForCausalLM",
+    "falcon",
+    "FalconForCausalLM",
     rules=(
-        Same("vocab_size", "vocab_size"),
-        Same("hidden_size", "d_model"),
-        Same("num_hidden_layers", "num_layers"),
-        Same("num_attention_heads", "num_heads"),
-        Same("ffn_hidden_size", "d_ff", None),
-        Same("layer_norm_epsilon", "residual.norm_eps", 1e-5),
-        Same("tie_word_embeddings", "tie_embeddings", True),
+        *same(
+            """vocab_size=vocab_size hidden_size=d_model num_hidden_layers=num_layers
+            num_attention_heads=num_heads ffn_hidden_size=d_ff:None
+            layer_norm_epsilon=residual.norm_eps:1e-5 tie_word_embeddings=tie_embeddings:True"""
+        ),
         Choice("activation", "mlp", GELUS, "gelu"),
         Rotary(),
         Each("bias", "attention.qkv_bias attention.out_bias mlp_bias", False),
@@ -294,23 +260,15 @@ FALCON = decoder(
         Fixed("parallel_attn", True),
     ),
     always={**NORMS, "residual.parallel": "one_norm", "attention.num_kv_heads": 1},
-    tensors=table(
-        fused("self_attention.query_key_value")
-        + """
-        embedding.weight             {prefix}word_embeddings.weight
-        final_norm.scale             {prefix}ln_f.weight
-        final_norm.bias              {prefix}ln_f.bias
-        head.weight                  lm_head.weight                         vocab embed
-        blocks.attention_norm.scale  input_layernorm.weight
-        blocks.attention_norm.bias   input_layernorm.bias
-        blocks.attention.wo          self_attention.dense.weight            embed heads.head_dim
-        blocks.attention.bo          self_attention.dense.bias
-        blocks.mlp.w_up              mlp.dense_h_to_4h.weight               mlp embed
-        blocks.mlp.b_up              mlp.dense_h_to_4h.bias
-        blocks.mlp.w_down            mlp.dense_4h_to_h.weight               embed mlp
-        blocks.mlp.b_down            mlp.dense_4h_to_h.bias
-        """,
-        layer=layer,
+    tensors=layer(
+        f"""{_WIDE_MLP}
+        embedding.weight               {{prefix}}word_embeddings.weight
+        final_norm.scale               {{prefix}}ln_f.*
+        head.weight                    lm_head.weight
+        blocks.attention_norm.scale    input_layernorm.*
+        blocks.attention.{{wq,wk,wv}}  self_attention.query_key_value.*  qkv:
+        blocks.attention.wo            self_attention.dense.*
+        """
     ),
     prefixes=("transformer.", ""),
     marker="{prefix}word_embeddings.weight",

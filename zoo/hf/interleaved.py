@@ -1,7 +1,7 @@
 """The dense types with rotary pairs side by side in the checkpoint: Helium, ERNIE, GLM, Cohere."""
 
 from zoo.hf.dense import BIASES
-from zoo.hf.llamas import DENSE, GATE_UP, INTERLEAVED, PAIRS, SILU, decoder, layer, sizes
+from zoo.hf.llamas import DENSE, GATE_UP, INTERLEAVED, PAIRS, common, decoder, layer
 from zoo.hf.rotary import Rotary
 from zoo.hf.rules import Fixed, RotaryInWindows, Same
 
@@ -9,9 +9,7 @@ HELIUM = decoder(
     model_type="helium",
     architecture="HeliumForCausalLM",
     rules=(
-        *sizes(eps=1e-8, kv_heads=20, head_dim=128),
-        SILU,
-        Rotary(max_seq_len=4096),
+        *common(Rotary(max_seq_len=4096), eps=1e-8, kv_heads=20, head_dim=128),
         Fixed("attention_bias", False),
         Fixed("mlp_bias", False),
     ),
@@ -22,18 +20,14 @@ ERNIE4_5 = decoder(
     model_type="ernie4_5",
     architecture="Ernie4_5ForCausalLM",
     rules=(
-        *sizes(tied=True, eps=1e-5, kv_heads=2, head_dim=128),
-        SILU,
-        Rotary(max_seq_len=131072),
+        *common(Rotary(max_seq_len=131072), tied=True, eps=1e-5, kv_heads=2, head_dim=128),
         Fixed("use_bias", False),
     ),
     tensors=DENSE | INTERLEAVED,
     splits=PAIRS,
 )
 GLM_RULES = (
-    *sizes(eps=1.5625e-07, kv_heads=2, head_dim=128),
-    SILU,
-    Rotary(max_seq_len=131072, fraction=0.5),
+    *common(Rotary(max_seq_len=131072, fraction=0.5), eps=1.5625e-07, kv_heads=2, head_dim=128),
     Same("attention_bias", "attention.qkv_bias", True),
 )
 GLM = decoder(
@@ -60,9 +54,9 @@ GLM4 = decoder(
     splits=PAIRS,
 )
 COHERE_RULES = (
-    *sizes(tied=True, eps=1e-5, eps_name="layer_norm_eps", head_dim="derived"),
-    SILU,
-    Rotary(max_seq_len=8192),
+    *common(
+        Rotary(max_seq_len=8192), tied=True, eps=1e-5, eps_name="layer_norm_eps", head_dim="derived"
+    ),
     Same("logit_scale", "logit_multiplier", 0.0625),
     BIASES,
     Fixed("use_qk_norm", False),

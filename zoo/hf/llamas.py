@@ -2,7 +2,6 @@
 
 # ruff: noqa: D102 (`Rule` documents the methods of all rules)
 
-import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -13,8 +12,9 @@ import numpy as np
 from zoo import transformer
 from zoo.common import configuration
 from zoo.hf.canonical import canonical
-from zoo.hf.family import Family, consecutive, table
-from zoo.hf.rules import Choice, Fields, Rule, Same, shortest
+from zoo.hf.family import Family
+from zoo.hf.layouts import consecutive, table
+from zoo.hf.rules import Choice, Fields, Rule, same, shortest
 
 SILU = Choice("hidden_act", "mlp", {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}, "silu")
 # Of hybrids, whose convolutions have the same activation: SiLU here.
@@ -45,62 +45,48 @@ def sizes(
     kv_heads: int | None = None,
     head_dim: int | str | None = None,
     hidden: str | None = "intermediate_size",
-    defaults: Mapping[str, int] = types.MappingProxyType({}),
+    vocab_size: str = "",
+    num_heads: str = "",
 ) -> tuple[Rule, ...]:
     """The fields that all these families have, given the defaults that differ.
 
-    With `head_dim="derived"` a head has its share of the width.
+    With `head_dim="derived"` a head has its share of the width. `vocab_size` and `num_heads` have
+    no default, but for those with one such as ":8".
     """
-    same = lambda theirs, ours: Same(theirs, ours, *map(defaults.get, defaults.keys() & {theirs}))  # noqa: E731
-    return (
-        *([Same(hidden, "d_ff")] if hidden else []),
-        same("vocab_size", "vocab_size"),
-        Same("hidden_size", "d_model"),
-        Same("num_hidden_layers", "num_layers"),
-        same("num_attention_heads", "num_heads"),
-        Same("num_key_value_heads", "attention.num_kv_heads", kv_heads),
-        *([Same(eps_name, "residual.norm_eps", eps)] if eps else []),
-        Same("tie_word_embeddings", "tie_embeddings", tied),
-        Derived() if head_dim == "derived" else Same("head_dim", "attention.head_dim", head_dim),
-    )
+    text = f"{hidden}=d_ff " * bool(hidden)
+    text += f"{eps_name}=residual.norm_eps:{eps} " * bool(eps)
+    text += f"""vocab_size=vocab_size{vocab_size} hidden_size=d_model num_hidden_layers=num_layers
+        num_attention_heads=num_heads{num_heads} tie_word_embeddings=tie_embeddings:{tied}
+        num_key_value_heads=attention.num_kv_heads:{kv_heads}"""
+    of_head = same(f"head_dim=attention.head_dim:{head_dim}") if head_dim != "derived" else ()
+    return (*same(text), *(of_head or (Derived(),)))
+
+
+def common(rotary: Rule, activation: Rule = SILU, **of_sizes: Any) -> tuple[Rule, ...]:
+    """The sizes, the activation and the rotary positions."""
+    return (*sizes(**of_sizes), activation, rotary)
 
 
 layer = partial(table, layer="{prefix}layers.{layer}.")
 DENSE = layer(
     """
     embedding.weight               {prefix}embed_tokens.weight
-    final_norm.scale               {prefix}norm.weight
-    final_norm.bias                {prefix}norm.bias
-    head.weight                    {root}lm_head.weight             vocab embed
-    head.bias                      {root}lm_head.bias
-    blocks.attention_norm.scale    input_layernorm.weight
-    blocks.attention_norm.bias     input_layernorm.bias
-    blocks.attention.wq            self_attn.q_proj.weight          heads.head_dim embed
-    blocks.attention.wk            self_attn.k_proj.weight          kv_heads.head_dim embed
-    blocks.attention.wv            self_attn.v_proj.weight          kv_heads.head_dim embed
-    blocks.attention.wo            self_attn.o_proj.weight          embed heads.head_dim
-    blocks.attention.bq            self_attn.q_proj.bias            heads.head_dim
-    blocks.attention.bk            self_attn.k_proj.bias            kv_heads.head_dim
-    blocks.attention.bv            self_attn.v_proj.bias            kv_heads.head_dim
-    blocks.attention.bo            self_attn.o_proj.bias
+    final_norm.scale               {prefix}norm.*
+    head.weight                    {root}lm_head.*
+    blocks.attention_norm.scale    input_layernorm.*
+    blocks.attention.wq            self_attn.q_proj.*
+    blocks.attention.wk            self_attn.k_proj.*
+    blocks.attention.wv            self_attn.v_proj.*
+    blocks.attention.wo            self_attn.o_proj.*
     blocks.attention.q_norm.scale  self_attn.q_norm.weight
     blocks.attention.k_norm.scale  self_attn.k_norm.weight
-    blocks.mlp_norm.scale          post_attention_layernorm.weight
-    blocks.mlp_norm.bias           post_attention_layernorm.bias
-    blocks.mlp.w_gate              mlp.gate_proj.weight             mlp embed
-    blocks.mlp.w_up                mlp.up_proj.weight               mlp embed
-    blocks.mlp.w_down              mlp.down_proj.weight             embed mlp
-    blocks.mlp.b_up                mlp.up_proj.bias
-    blocks.mlp.b_down              mlp.down_proj.bias
+    blocks.mlp_norm.scale          post_attention_layernorm.*
+    blocks.mlp.w_gate              mlp.gate_proj.weight
+    blocks.mlp.w_up                mlp.up_proj.*
+    blocks.mlp.w_down              mlp.down_proj.*
     """
 )
-# Gate and up projections as one matrix, and queries, keys and values.
-GATE_UP = layer(
-    """
-    blocks.mlp.w_gate  mlp.gate_up_proj.weight  part.mlp embed  0/2
-    blocks.mlp.w_up    mlp.gate_up_proj.weight  part.mlp embed  1/2
-    """
-)
+GATE_UP = layer("blocks.mlp.{w_gate,w_up}  mlp.gate_up_proj.weight  /")
 POST_NORMS = layer(
     """
     blocks.attention_out_norm.scale  post_attention_layernorm.weight
@@ -110,18 +96,18 @@ POST_NORMS = layer(
 BOTH_NORMS = POST_NORMS | layer("blocks.mlp_norm.scale  pre_feedforward_layernorm.weight")
 MIXTRAL_EXPERTS = layer(
     """
-    blocks.mlp.router  block_sparse_moe.gate.weight                 routes embed
-    blocks.mlp.w_gate  block_sparse_moe.experts.{experts}.w1.weight mlp embed
-    blocks.mlp.w_up    block_sparse_moe.experts.{experts}.w3.weight mlp embed
-    blocks.mlp.w_down  block_sparse_moe.experts.{experts}.w2.weight embed mlp
+    blocks.mlp.router  block_sparse_moe.gate.weight
+    blocks.mlp.w_gate  block_sparse_moe.experts.{experts}.w1.weight
+    blocks.mlp.w_up    block_sparse_moe.experts.{experts}.w3.weight
+    blocks.mlp.w_down  block_sparse_moe.experts.{experts}.w2.weight
     """
 )
 QWEN3_EXPERTS = layer(
     """
-    blocks.mlp.router  mlp.gate.weight                        routes embed
-    blocks.mlp.w_gate  mlp.experts.{experts}.gate_proj.weight mlp embed
-    blocks.mlp.w_up    mlp.experts.{experts}.up_proj.weight   mlp embed
-    blocks.mlp.w_down  mlp.experts.{experts}.down_proj.weight embed mlp
+    blocks.mlp.router  mlp.gate.weight
+    blocks.mlp.w_gate  mlp.experts.{experts}.gate_proj.weight
+    blocks.mlp.w_up    mlp.experts.{experts}.up_proj.weight
+    blocks.mlp.w_down  mlp.experts.{experts}.down_proj.weight
     """
 )
 
@@ -142,10 +128,8 @@ def _paired(config: transformer.Config, heads: int) -> list[np.ndarray]:
 # Interleaved rotary positions: the checkpoint's rows in the order of the zoo's.
 INTERLEAVED = layer(
     """
-    blocks.attention.wq  self_attn.q_proj.weight  heads.head_dim embed     pairs_q:0
-    blocks.attention.wk  self_attn.k_proj.weight  kv_heads.head_dim embed  pairs_k:0
-    blocks.attention.bq  self_attn.q_proj.bias    heads.head_dim           pairs_q:0
-    blocks.attention.bk  self_attn.k_proj.bias    kv_heads.head_dim        pairs_k:0
+    blocks.attention.wq  self_attn.q_proj.*  pairs_q:
+    blocks.attention.wk  self_attn.k_proj.*  pairs_k:
     """
 )
 PAIRS = {

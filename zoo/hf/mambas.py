@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from zoo import transformer
-from zoo.hf.family import consecutive, table
-from zoo.hf.llamas import DENSE, ONLY_SILU, Mixers, decoder, layer, sizes
+from zoo.hf.layouts import consecutive
+from zoo.hf.llamas import DENSE, ONLY_SILU, Mixers, common, decoder, layer, sizes
 from zoo.hf.rotary import Rotary
-from zoo.hf.rules import Fields, Fixed, Rule, Same, shortest, words
+from zoo.hf.rules import Fields, Fixed, Rule, same, shortest, words
 
 _NO_LIMITS = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
 
@@ -130,66 +130,54 @@ class Indices(Rule):
 
 
 FACTORS = (  # Granite's
-    Same("embedding_multiplier", "residual.embedding_multiplier", 1.0),
-    Same("residual_multiplier", "residual.multiplier", 1.0),
-    Same("attention_multiplier", "attention.scale", 1.0),
+    *same(
+        """embedding_multiplier=residual.embedding_multiplier:1.0
+        residual_multiplier=residual.multiplier:1.0 attention_multiplier=attention.scale:1.0"""
+    ),
     Inverse("logits_scaling", "logit_multiplier"),
 )
 MAMBA_LINES = """
-    blocks.recurrence.wz              {m}.in_proj.weight   heads.head_dim embed    zxbcdt:0
-    blocks.recurrence.wx              {m}.in_proj.weight   heads.head_dim embed    zxbcdt:1
-    blocks.recurrence.wb              {m}.in_proj.weight   groups.head_dim embed   zxbcdt:2
-    blocks.recurrence.wc              {m}.in_proj.weight   groups.head_dim embed   zxbcdt:3
-    blocks.recurrence.wdt             {m}.in_proj.weight   heads embed             zxbcdt:4
-    blocks.recurrence.conv_x.weight   {m}.conv1d.weight    heads.head_dim 1 taps   xbc:0
-    blocks.recurrence.conv_b.weight   {m}.conv1d.weight    groups.head_dim 1 taps  xbc:1
-    blocks.recurrence.conv_c.weight   {m}.conv1d.weight    groups.head_dim 1 taps  xbc:2
-    blocks.recurrence.conv_x.bias     {m}.conv1d.bias      heads.head_dim          xbc:0
-    blocks.recurrence.conv_b.bias     {m}.conv1d.bias      groups.head_dim         xbc:1
-    blocks.recurrence.conv_c.bias     {m}.conv1d.bias      groups.head_dim         xbc:2
-    blocks.recurrence.gates.log_rate  {m}.A_log
-    blocks.recurrence.gates.bias      {m}.dt_bias
-    blocks.recurrence.gates.skip      {m}.D
-    blocks.recurrence.norm_scale      {m}.norm.weight      heads.head_dim
-    blocks.recurrence.wo              {m}.out_proj.weight  embed heads.head_dim
+    blocks.recurrence.{wz,wx,wb,wc,wdt}      {m}.in_proj.weight   zxbcdt:
+    blocks.recurrence.conv_{x,b,c}.weight    {m}.conv1d.*         xbc:
+    blocks.recurrence.gates.log_rate         {m}.A_log
+    blocks.recurrence.gates.bias             {m}.dt_bias
+    blocks.recurrence.gates.skip             {m}.D
+    blocks.recurrence.norm_scale             {m}.norm.weight
+    blocks.recurrence.wo                     {m}.out_proj.weight
 """
 MAMBA = layer(MAMBA_LINES.replace("{m}", "mamba"))
 GRANITE_DENSE = layer(
     """
-    blocks.mlp.w_gate  shared_mlp.input_linear.weight   part.mlp embed  0/2
-    blocks.mlp.w_up    shared_mlp.input_linear.weight   part.mlp embed  1/2
-    blocks.mlp.w_down  shared_mlp.output_linear.weight  embed mlp
+    blocks.mlp.{w_gate,w_up}  shared_mlp.input_linear.weight   /
+    blocks.mlp.w_down         shared_mlp.output_linear.weight
     """
 )
 GRANITE_EXPERTS = layer(
     """
-    blocks.mlp.router         block_sparse_moe.router.layer.weight   routes embed
-    blocks.mlp.w_gate         block_sparse_moe.input_linear.weight   experts part.mlp embed  0/2
-    blocks.mlp.w_up           block_sparse_moe.input_linear.weight   experts part.mlp embed  1/2
-    blocks.mlp.w_down         block_sparse_moe.output_linear.weight  experts embed mlp
-    blocks.shared_mlp.w_gate  shared_mlp.input_linear.weight         part.mlp embed          0/2
-    blocks.shared_mlp.w_up    shared_mlp.input_linear.weight         part.mlp embed          1/2
-    blocks.shared_mlp.w_down  shared_mlp.output_linear.weight        embed mlp
+    blocks.mlp.router                block_sparse_moe.router.layer.weight
+    blocks.mlp.{w_gate,w_up}         block_sparse_moe.input_linear.weight   experts part.mlp embed /
+    blocks.mlp.w_down                block_sparse_moe.output_linear.weight  experts embed mlp
+    blocks.shared_mlp.{w_gate,w_up}  shared_mlp.input_linear.weight         /
+    blocks.shared_mlp.w_down         shared_mlp.output_linear.weight
     """
 )
 BAMBA_NAMES = layer(
     """
     blocks.mlp_norm.scale  pre_ff_layernorm.weight
-    blocks.mlp.w_gate      feed_forward.gate_proj.weight  mlp embed
-    blocks.mlp.w_up        feed_forward.up_proj.weight    mlp embed
-    blocks.mlp.w_down      feed_forward.down_proj.weight  embed mlp
+    blocks.mlp.w_gate      feed_forward.gate_proj.weight
+    blocks.mlp.w_up        feed_forward.up_proj.weight
+    blocks.mlp.w_down      feed_forward.down_proj.weight
     final_norm.scale       {prefix}final_layernorm.weight
     """
 )
-MAMBA2_NAMES = table(
+MAMBA2_NAMES = layer(
     """
     embedding.weight             {prefix}embeddings.weight
     final_norm.scale             {prefix}norm_f.weight
-    head.weight                  lm_head.weight             vocab embed
+    head.weight                  lm_head.weight
     blocks.attention_norm.scale  norm.weight
     """
-    + MAMBA_LINES.replace("{m}", "mixer"),
-    layer="{prefix}layers.{layer}.",
+    + MAMBA_LINES.replace("{m}", "mixer")
 )
 
 
@@ -213,9 +201,10 @@ def _xbc(config: transformer.Config) -> list[np.ndarray]:
 _OLD = {"mamba": "mamba2", "attention": "attention"}  # names of kinds in older files
 OF_MAMBA = (
     Mamba(),
-    Same("mamba_n_groups", "mixer.recurrence.num_key_heads", 1),
-    Same("mamba_d_state", "mixer.recurrence.key_dim", 256),
-    Same("mamba_d_conv", "mixer.recurrence.taps", 4),
+    *same(
+        """mamba_n_groups=mixer.recurrence.num_key_heads:1
+        mamba_d_state=mixer.recurrence.key_dim:256 mamba_d_conv=mixer.recurrence.taps:4"""
+    ),
     Fixed("mamba_conv_bias", True),
     Fixed("mamba_proj_bias", False),
 )
@@ -242,9 +231,7 @@ BAMBA = decoder(
     model_type="bamba",
     architecture="BambaForCausalLM",
     rules=(
-        *sizes(eps=1e-5, kv_heads=8),
-        ONLY_SILU,
-        Rotary(max_seq_len=262_144, fraction=0.5),
+        *common(Rotary(max_seq_len=262_144, fraction=0.5), ONLY_SILU, eps=1e-5, kv_heads=8),
         Indices(),
         *OF_MAMBA,
         Fixed("attention_bias", False),
@@ -258,25 +245,19 @@ MAMBA2 = decoder(
     model_type="mamba2",
     architecture="Mamba2ForCausalLM",
     rules=(
-        Same("vocab_size", "vocab_size"),
-        Same("hidden_size", "d_model"),
-        Same("num_hidden_layers", "num_layers"),
-        Same("layer_norm_epsilon", "residual.norm_eps", 1e-5),
-        Same("tie_word_embeddings", "tie_embeddings", False),
+        *same(
+            """vocab_size=vocab_size hidden_size=d_model num_hidden_layers=num_layers
+            layer_norm_epsilon=residual.norm_eps:1e-5
+            tie_word_embeddings=tie_embeddings:False
+            n_groups=mixer.recurrence.num_key_heads:8
+            state_size=mixer.recurrence.key_dim:128 conv_kernel=mixer.recurrence.taps:4"""
+        ),
         Mamba("", "head_dim", "num_heads"),
-        Same("n_groups", "mixer.recurrence.num_key_heads", 8),
-        Same("state_size", "mixer.recurrence.key_dim", 128),
-        Same("conv_kernel", "mixer.recurrence.taps", 4),
         Fixed("hidden_act", "silu"),
         Fixed("use_bias", False),
         Fixed("use_conv_bias", True),
     ),
-    always={
-        "num_heads": 1,
-        "mlp": "none",
-        "positions.kind": "none",
-        "mixer.pattern": ("mamba2",),
-    },
+    always={"num_heads": 1, "mlp": "none", "positions.kind": "none", "mixer.pattern": ("mamba2",)},
     tensors=MAMBA2_NAMES,
     prefixes=("backbone.", "model.", ""),
     marker="{prefix}embeddings.weight",

@@ -22,8 +22,8 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from zoo import sharding
-from zoo.hf import family, peft_config
-from zoo.hf.family import Layout
+from zoo.hf import layouts, peft_config
+from zoo.hf.layouts import Layout
 from zoo.hf.peft_config import ADAPTER_CONFIG, WEIGHTS, Linear, linears
 from zoo.hf.weights import FLOATS
 from zoo.publishing import PublishError
@@ -60,7 +60,7 @@ def layout(path: str, linear: Linear, field: str, rank: int, prefix: str) -> Lay
     names = (*stacked, *ours)
     shape = tuple(sizes[axis] for axis in names)
     rows = ("", linear.part[0]) if len(split) else None
-    tensor = family.Tensor(f"{_ROOT}{linear.module}.{ENDS[field]}", theirs, rows=rows)
+    tensor = layouts.Tensor(f"{_ROOT}{linear.module}.{ENDS[field]}", theirs, rows=rows)
     return Layout(path, shape, names, tensor, prefix, linear.layers, split)
 
 

@@ -18,8 +18,8 @@ import numpy as np
 from jaxtyping import PyTree
 
 from zoo.common import configuration
-from zoo.hf.family import LAYER, Tensor, filled, layers_of
 from zoo.hf.folder import family_of
+from zoo.hf.layouts import LAYER, Tensor, filled, layers_of
 from zoo.hf.rules import words
 from zoo.nn.parameters import resolve
 from zoo.publishing import PublishError

@@ -19,7 +19,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from zoo.hf.family import Index, Layout, Tensor
+from zoo.hf.layouts import Index, Layout, Tensor
 from zoo.hf.weights import Weights
 from zoo.publishing import PublishError
 from zoo.quantization.codes import StoredKind, pack

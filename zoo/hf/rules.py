@@ -8,6 +8,7 @@ error: nothing that changes the maths is ignored.
 
 import abc
 import functools
+from ast import literal_eval
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -125,6 +126,15 @@ class Same(Rule):
 
     def write(self, config: Any) -> dict[str, Any]:
         return {self.theirs: functools.reduce(getattr, self.ours.split("."), config)}
+
+
+def same(text: str) -> tuple[Same, ...]:
+    """A rule for each "theirs=ours" or "theirs=ours:default" of a text."""
+    found = []
+    for theirs, rest in (pair.split("=") for pair in text.split()):
+        ours, has_default, default = rest.partition(":")
+        found.append(Same(theirs, ours, literal_eval(default) if has_default else _ABSENT))
+    return tuple(found)
 
 
 @dataclass(frozen=True)

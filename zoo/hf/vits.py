@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from zoo.hf.encoders import attention_and_mlp
-from zoo.hf.family import Family, table
+from zoo.hf.encoders import layers
+from zoo.hf.family import Family
 from zoo.hf.gpts import GELUS
-from zoo.hf.rules import Choice, Fields, Fixed, Rule, Same, words
+from zoo.hf.layouts import table
+from zoo.hf.rules import Choice, Fields, Fixed, Rule, Same, same, words
 from zoo.transformer import VisionConfig, VisionTransformer
 
 
@@ -77,15 +78,10 @@ def _canonical(config: VisionConfig) -> VisionConfig:
 
 
 def _sizes(patch_size: int, hidden: bool = True) -> tuple[Rule, ...]:
-    return (
-        Same("hidden_size", "d_model", 768),
-        Same("num_hidden_layers", "num_layers", 12),
-        Same("num_attention_heads", "num_heads", 12),
-        *([Same("intermediate_size", "d_ff", 3072)] if hidden else []),
-        Square("image_size", 224),
-        Square("patch_size", patch_size),
-        Same("num_channels", "channels", 3),
-    )
+    text = """hidden_size=d_model:768 num_hidden_layers=num_layers:12
+        num_attention_heads=num_heads:12 num_channels=channels:3"""
+    wide = " intermediate_size=d_ff:3072" * hidden
+    return (*same(text + wide), Square("image_size", 224), Square("patch_size", patch_size))
 
 
 vision = partial(Family, model=VisionTransformer, config=VisionConfig, canonical=_canonical)
@@ -98,13 +94,11 @@ PATCHES = "embed channels patch_rows patch_columns"
 
 def _blocks(names: str) -> str:
     """The places of a block's parameters, by the modules of its parts."""
-    query, key, value, out, first, second, up, down = names.split()
+    *of_attention, first, second, up, down = names.split()
     return f"""
-    {attention_and_mlp(query, key, value, out, up, down)}
-    blocks.attention_norm.scale  {first}.weight
-    blocks.attention_norm.bias   {first}.bias
-    blocks.mlp_norm.scale        {second}.weight
-    blocks.mlp_norm.bias         {second}.bias
+    {layers(" ".join([*of_attention, "none", up, down]))}
+    blocks.attention_norm.scale  {first}.*
+    blocks.mlp_norm.scale        {second}.*
     """
 
 
@@ -114,24 +108,19 @@ VIT = vision(
     architecture="ViTModel",
     rules=(
         *_sizes(16),
-        Same("layer_norm_eps", "norm_eps", 1e-12),
-        Same("qkv_bias", "qkv_bias", True),
+        *same("layer_norm_eps=norm_eps:1e-12 qkv_bias=qkv_bias:True"),
         Choice("hidden_act", "mlp", GELUS, "gelu"),
         Fixed("pooler_act", "tanh"),
         Labels("ViTForImageClassification", pooler=True),
     ),
     tensors=table(
         f"""
-        patches.weight   {{prefix}}embeddings.patch_embeddings.projection.weight  {PATCHES}
-        patches.bias     {{prefix}}embeddings.patch_embeddings.projection.bias
+        patches.weight   {{prefix}}embeddings.patch_embeddings.projection.*  {PATCHES}
         class_token      {{prefix}}embeddings.cls_token            1 positions embed
         positions        {{prefix}}embeddings.position_embeddings  1 positions embed
-        final_norm.scale {{prefix}}layernorm.weight
-        final_norm.bias  {{prefix}}layernorm.bias
-        pooler.weight    {{prefix}}pooler.dense.weight             features embed
-        pooler.bias      {{prefix}}pooler.dense.bias
-        head.weight      classifier.weight                         classes embed
-        head.bias        classifier.bias
+        final_norm.scale {{prefix}}layernorm.*
+        pooler.weight    {{prefix}}pooler.dense.*
+        head.weight      classifier.*                              classes embed
         """
         + _blocks(
             f"{_VIT_ATTENTION} attention.output.dense layernorm_before layernorm_after "
@@ -159,13 +148,11 @@ DINOV2 = vision(
     ),
     tensors=table(
         f"""
-        patches.weight   {{prefix}}embeddings.patch_embeddings.projection.weight  {PATCHES}
-        patches.bias     {{prefix}}embeddings.patch_embeddings.projection.bias
+        patches.weight   {{prefix}}embeddings.patch_embeddings.projection.*  {PATCHES}
         class_token      {{prefix}}embeddings.cls_token            1 positions embed
         mask_token       {{prefix}}embeddings.mask_token
         positions        {{prefix}}embeddings.position_embeddings  1 positions embed
-        final_norm.scale {{prefix}}layernorm.weight
-        final_norm.bias  {{prefix}}layernorm.bias
+        final_norm.scale {{prefix}}layernorm.*
         blocks.attention_scale  layer_scale1.lambda1
         blocks.mlp_scale        layer_scale2.lambda1
         """
@@ -188,21 +175,18 @@ DINOV3 = vision(
         Fixed("proj_bias", True),
         Fixed("mlp_bias", True),
         Fixed("use_gated_mlp", False),
-        Same("layerscale_value", "layer_scale", 1.0),
-        Same("num_register_tokens", "num_registers", 0),
+        *same("layerscale_value=layer_scale:1.0 num_register_tokens=num_registers:0"),
         Choice("hidden_act", "mlp", GELUS, "gelu"),
         Fixed("value_bias", True),
     ),
     always={"positions": "rotary", "mask_token": True},
     tensors=table(
         f"""
-        patches.weight   {{prefix}}embeddings.patch_embeddings.weight  {PATCHES}
-        patches.bias     {{prefix}}embeddings.patch_embeddings.bias
+        patches.weight   {{prefix}}embeddings.patch_embeddings.*  {PATCHES}
         class_token      {{prefix}}embeddings.cls_token        1 positions embed
         mask_token       {{prefix}}embeddings.mask_token       1 positions embed
         registers        {{prefix}}embeddings.register_tokens  1 positions embed
-        final_norm.scale {{prefix}}norm.weight
-        final_norm.bias  {{prefix}}norm.bias
+        final_norm.scale {{prefix}}norm.*
         blocks.attention_scale  layer_scale1.lambda1
         blocks.mlp_scale        layer_scale2.lambda1
         """
@@ -229,27 +213,16 @@ SIGLIP = vision(
     always={"class_token": False},
     tensors=table(
         f"""
-        patches.weight   {{prefix}}embeddings.patch_embedding.weight  {PATCHES}
-        patches.bias     {{prefix}}embeddings.patch_embedding.bias
-        positions        {{prefix}}embeddings.position_embedding.weight
-        final_norm.scale {{prefix}}post_layernorm.weight
-        final_norm.bias  {{prefix}}post_layernorm.bias
-        attention_pooling.probe          {{prefix}}head.probe  1 positions embed
-        attention_pooling.attention.wq   {{prefix}}head.attention.in_proj_weight  part.heads.head_dim embed     0/3
-        attention_pooling.attention.wk   {{prefix}}head.attention.in_proj_weight  part.kv_heads.head_dim embed  1/3
-        attention_pooling.attention.wv   {{prefix}}head.attention.in_proj_weight  part.kv_heads.head_dim embed  2/3
-        attention_pooling.attention.bq   {{prefix}}head.attention.in_proj_bias    part.heads.head_dim     0/3
-        attention_pooling.attention.bk   {{prefix}}head.attention.in_proj_bias    part.kv_heads.head_dim  1/3
-        attention_pooling.attention.bv   {{prefix}}head.attention.in_proj_bias    part.kv_heads.head_dim  2/3
-        attention_pooling.attention.wo   {{prefix}}head.attention.out_proj.weight  embed heads.head_dim
-        attention_pooling.attention.bo   {{prefix}}head.attention.out_proj.bias
-        attention_pooling.norm.scale     {{prefix}}head.layernorm.weight
-        attention_pooling.norm.bias      {{prefix}}head.layernorm.bias
-        attention_pooling.mlp.w_up       {{prefix}}head.mlp.fc1.weight  mlp embed
-        attention_pooling.mlp.b_up       {{prefix}}head.mlp.fc1.bias
-        attention_pooling.mlp.w_down     {{prefix}}head.mlp.fc2.weight  embed mlp
-        attention_pooling.mlp.b_down     {{prefix}}head.mlp.fc2.bias
-        """  # noqa: E501
+        patches.weight                 {{prefix}}embeddings.patch_embedding.*  {PATCHES}
+        positions                      {{prefix}}embeddings.position_embedding.weight
+        final_norm.scale               {{prefix}}post_layernorm.*
+        attention_pooling.probe        {{prefix}}head.probe            1 positions embed
+        attention_pooling.attention.{{wq,wk,wv}}  {{prefix}}head.attention.in_proj_*  /
+        attention_pooling.attention.wo {{prefix}}head.attention.out_proj.*
+        attention_pooling.norm.scale   {{prefix}}head.layernorm.*
+        attention_pooling.mlp.w_up     {{prefix}}head.mlp.fc1.*
+        attention_pooling.mlp.w_down   {{prefix}}head.mlp.fc2.*
+        """
         + _blocks(
             "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.out_proj layer_norm1 "
             "layer_norm2 mlp.fc1 mlp.fc2"

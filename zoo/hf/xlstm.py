@@ -5,9 +5,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from zoo.hf.family import table
+from zoo.hf.layouts import table
 from zoo.hf.llamas import decoder
-from zoo.hf.rules import Fields, Fixed, Rule, Same, words
+from zoo.hf.rules import Fields, Fixed, Rule, same, words
 from zoo.nn.recurrences import mlstm
 
 
@@ -45,13 +45,12 @@ XLSTM = decoder(
     model_type="xlstm",
     architecture="xLSTMForCausalLM",
     rules=(
-        Same("vocab_size", "vocab_size"),
-        Same("hidden_size", "d_model"),
-        Same("num_hidden_layers", "num_layers"),
-        Same("num_heads", "mixer.recurrence.num_heads"),
-        Same("norm_eps", "residual.norm_eps", 1e-6),
-        Same("tie_word_embeddings", "tie_embeddings", False),
-        Same("output_logit_soft_cap", "logit_soft_cap", 30.0),
+        *same(
+            """vocab_size=vocab_size hidden_size=d_model num_hidden_layers=num_layers
+            num_heads=mixer.recurrence.num_heads norm_eps=residual.norm_eps:1e-6
+            tie_word_embeddings=tie_embeddings:False
+            output_logit_soft_cap=logit_soft_cap:30.0"""
+        ),
         Factors(),
         Fixed("eps", mlstm.EPS),
         Fixed("gate_soft_cap", mlstm.CAP),
@@ -64,22 +63,22 @@ XLSTM = decoder(
         """
         embedding.weight                {prefix}embeddings.weight
         final_norm.scale                {prefix}out_norm.weight
-        head.weight                     lm_head.weight                  vocab embed
+        head.weight                     lm_head.weight
         blocks.attention_norm.scale     norm_mlstm.weight
         blocks.mlp_norm.scale           norm_ffn.weight
-        blocks.mlp.w_gate               ffn.proj_up_gate.weight         mlp embed
-        blocks.mlp.w_up                 ffn.proj_up.weight              mlp embed
-        blocks.mlp.w_down               ffn.proj_down.weight            embed mlp
-        blocks.recurrence.wq            mlstm_layer.q.weight            heads.head_dim embed
-        blocks.recurrence.wk            mlstm_layer.k.weight            heads.head_dim embed
-        blocks.recurrence.wv            mlstm_layer.v.weight            heads.head_dim embed
-        blocks.recurrence.wz            mlstm_layer.ogate_preact.weight heads.head_dim embed
-        blocks.recurrence.wf            mlstm_layer.fgate_preact.weight heads embed
-        blocks.recurrence.wi            mlstm_layer.igate_preact.weight heads embed
+        blocks.mlp.w_gate               ffn.proj_up_gate.weight
+        blocks.mlp.w_up                 ffn.proj_up.weight
+        blocks.mlp.w_down               ffn.proj_down.weight
+        blocks.recurrence.wq            mlstm_layer.q.weight             heads.head_dim embed
+        blocks.recurrence.wk            mlstm_layer.k.weight             heads.head_dim embed
+        blocks.recurrence.wv            mlstm_layer.v.weight
+        blocks.recurrence.wz            mlstm_layer.ogate_preact.weight
+        blocks.recurrence.wf            mlstm_layer.fgate_preact.weight  heads embed
+        blocks.recurrence.wi            mlstm_layer.igate_preact.weight  heads embed
         blocks.recurrence.gates.forget  mlstm_layer.fgate_preact.bias
         blocks.recurrence.gates.input   mlstm_layer.igate_preact.bias
-        blocks.recurrence.norm_scale    mlstm_layer.multihead_norm.weight heads.head_dim
-        blocks.recurrence.wo            mlstm_layer.out_proj.weight     embed heads.head_dim
+        blocks.recurrence.norm_scale    mlstm_layer.multihead_norm.weight
+        blocks.recurrence.wo            mlstm_layer.out_proj.weight
         """,
         layer="{prefix}blocks.{layer}.",
     ),
