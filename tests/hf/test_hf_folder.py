@@ -744,8 +744,8 @@ def test_modified_model_classes_are_refused(tmp_path: Path):
 
 
 def test_tensors_are_fetched_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(hf.writing, "BLOCK_BYTES", 1024)
-    fetched = FetchedSizes(monkeypatch, hf.writing)
+    monkeypatch.setattr(hf.layouts, "BLOCK_BYTES", 1024)
+    fetched = FetchedSizes(monkeypatch, hf.layouts)
     model = drawn_transformer(num_layers=4, d_ff=24, **{"experts.num_experts": 4})
     zoo.save(tmp_path / "model", model, format="hf")
     assert fetched.most_at_once <= 2 * 1024 < model.embedding.weight.nbytes

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from zoo.publishing import tensors
+from zoo.publishing.tensors import BLOCK_BYTES, parameters
 from zoo.sharding.placement import gathered
 
 LAYER = "layer"  # the name of the first axis of stacked layers
@@ -278,7 +279,7 @@ def tensors_of(
     model: PyTree, found: Mapping[str, Layout], dtypes: Mapping[str, np.dtype]
 ) -> dict[str, tensors.Tensor]:
     """The tensors that hold a model, given its layouts, in `dtypes` by the paths of parameters."""
-    arrays = tensors.parameters(model)
+    arrays = parameters(model)
     pieces: dict[str, list[tuple[str, dict[str, int]]]] = {}
     for path, layout in found.items():
         for name, index in layout.names():
@@ -295,7 +296,7 @@ def tensors_of(
         first = found[parts[0][0]]
         # Along the first axis one part follows on another, along any other they lie side by side.
         for group in [parts] if first.part_axis else [[part] for part in parts]:
-            for rows in found[group[0][0]].rows(tensors.BLOCK_BYTES // dtype.itemsize):
+            for rows in found[group[0][0]].rows(BLOCK_BYTES // dtype.itemsize):
                 made = []
                 for path, at in group:
                     taken = gathered(arrays[path], found[path].at({**at, **rows}))
