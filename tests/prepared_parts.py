@@ -6,7 +6,8 @@ from zoo import text
 from zoo.data.corpus import Corpus, parts_of
 from zoo.data.prepared import format
 from zoo.data.prepared.format import RECORD, PartRecord, ShardRecord
-from zoo.data.rows import counted_bytes, encode_parts, read_rows
+from zoo.data.prepared.tokenizing import counted_bytes
+from zoo.data.rows import encode_parts, read_rows
 from zoo.data.splits import plan_splits
 from zoo.data.tokenizer import ByteTokenizer
 

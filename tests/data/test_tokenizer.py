@@ -265,7 +265,7 @@ def test_too_small_vocabularies_are_refused():
 def test_save_and_load(tokenizer, tmp_path, as_folder):
     tokenizer.save(tmp_path / "model")
     path = tmp_path / "model" if as_folder else tmp_path / "model" / "tokenizer.json"
-    loaded = tok.get_tokenizer(str(path))
+    loaded = tok.load_tokenizer(str(path))
     assert type(loaded) is type(tokenizer)
     assert (loaded.vocab_size, loaded.separator_id) == (
         tokenizer.vocab_size,
@@ -389,7 +389,7 @@ def test_malformed_tokenizer_files_are_refused(tmp_path, content):
 
 def test_missing_tokenizers_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere.*'bytes'"):
-        tok.get_tokenizer(str(tmp_path / "nowhere"))
+        tok.load_tokenizer(str(tmp_path / "nowhere"))
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Key, PyTree
 
 from zoo.common.configuration import may_differ, require
 from zoo.data import text
-from zoo.data.tokenizer import FILE_NAME, Tokenizer, get_tokenizer
+from zoo.data.tokenizer import FILE_NAME, Tokenizer, load_tokenizer
 from zoo.decoding.decoder import decoder_of
 from zoo.nn.parameters import CastsAtUse, casts_at_use, casts_inputs, dropping_out
 from zoo.nn.products import Kind
@@ -221,15 +221,15 @@ class Teacher:
         self.vocab_size = int(self.skeleton.config.vocab_size)
         folder, given = nearest(self.folder, FILE_NAME), config.data.tokenizer
         self.tokenizer_spec = str(folder) if (folder / FILE_NAME).is_file() else given
-        """The name or folder by which `get_tokenizer` makes its tokenizer."""
+        """The name or folder by which `load_tokenizer` makes its tokenizer."""
         require(
             bool(self.tokenizer_spec),
             f"teacher={config.teacher!r} has no {FILE_NAME}: name its tokenizer by "
             "--data.tokenizer, or 'bytes'",
         )
-        self.tokenizer = get_tokenizer(self.tokenizer_spec)
+        self.tokenizer = load_tokenizer(self.tokenizer_spec)
         if given:
-            self.check_tokenizer(get_tokenizer(given), f"data.tokenizer={given!r}")
+            self.check_tokenizer(load_tokenizer(given), f"data.tokenizer={given!r}")
         require(
             self.tokenizer.vocab_size <= self.vocab_size,
             f"teacher={config.teacher!r} has {self.vocab_size} ids, and its tokenizer "

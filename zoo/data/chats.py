@@ -140,8 +140,8 @@ class ChatTemplate:
 
     @functools.cached_property
     def _beginnings(self) -> tuple[str, ...]:
-        names = map(self.tokenizer.tokenizer.id_to_token, self.tokenizer.special_ids)
-        return tuple({name[:i] for name in filter(None, names) for i in range(1, len(name))})
+        names = self.tokenizer.special_names
+        return tuple({name[:i] for name in names for i in range(1, len(name))})
 
     def answer(self, text: str) -> tuple[str, bool]:
         """An answer up to its end of turn, and whether it has one.

@@ -30,13 +30,8 @@ _BLOCK = 2**23  # bytes that are asked of a store at a time; s3fs would ask for 
 
 Record = tuple[int, str, dict[str, Any]]
 """A record's number, its location in words, and its fields."""
-
-
-class Fields(NamedTuple):
-    """The names of a record's text field and, optionally, its label field."""
-
-    text: str = "text"
-    label: str | None = None
+Columns = Sequence[str] | None
+"""The fields that are wanted, a document's text before the others; None: all."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +91,12 @@ def opened(piece: Piece) -> Iterator[io.BufferedReader]:
             compression is broken.
     """
     compression = compression_of(piece.path)
-    with found(piece) as place, _buffered(place) as file:
+    with found(piece) as place, contextlib.ExitStack() as stack:
+        if is_remote(place):  # files of fsspec have a slow readline of their own
+            file = io.BufferedReader(place.open("rb", block_size=_BLOCK), 2**20)
+        else:
+            file = place.open("rb")
+        stack.enter_context(file)
         if not compression:
             yield file
             return
@@ -149,13 +149,6 @@ def extra(module: str, name: str, path: str) -> ModuleType:
         raise ImportError(f"{path} needs an extra: pip install 'zoo[{name}]'") from error
 
 
-def _buffered(place: Any) -> Any:
-    if not is_remote(place):
-        return place.open("rb")
-    # Files of fsspec have a slow readline of their own.
-    return io.BufferedReader(place.open("rb", block_size=_BLOCK), 2**20)
-
-
 class _Zstandard(io.RawIOBase):
     """The content of zstd frames, one after the other.
 
@@ -191,38 +184,38 @@ class _Zstandard(io.RawIOBase):
         return count
 
 
-def read_text(piece: Piece, fields: Fields) -> Iterator[Record]:
+def read_text(piece: Piece, columns: Sequence[str]) -> Iterator[Record]:
     """A file as one record, whose text is the whole file."""
     with opened(piece) as stream:
         data = stream.read(MAX_DOCUMENT + 1)
     _check_length(len(data), piece.path)
-    yield 0, piece.path, {fields.text: _decode(data, piece.path)}
+    yield 0, piece.path, {columns[0]: _decode(data, piece.path)}
 
 
-def read_jsonl(piece: Piece, fields: Fields | None = None) -> Iterator[Record]:
+def read_jsonl(piece: Piece, columns: Columns = None) -> Iterator[Record]:
     """The objects of the lines that begin in a piece, with their numbers counted from there."""
     try:
         for number, where, line in _lines(piece):
             if line.strip():
                 yield number, where, _object(_parsed(line, where), where)
     except ValueError as error:
-        head, problem = _head(piece), ""
+        head = _head(piece)
         if head.startswith(b"["):
             problem, selected = "a JSON array", "'.[]'"
         elif head.partition(b"\n")[0].strip() == b"{":
             problem, selected = "JSON with values over several lines", "."
-        if problem:
-            raise ValueError(
-                f"{piece.path} is {problem}, and needs an object per line instead, as "
-                f"`jq -c {selected}` writes them"
-            ) from error
-        raise
+        else:
+            raise
+        raise ValueError(
+            f"{piece.path} is {problem}, and needs an object per line instead, as "
+            f"`jq -c {selected}` writes them"
+        ) from error
 
 
-def read_json(piece: Piece, fields: Fields | None = None) -> Iterator[Record]:
+def read_json(piece: Piece, columns: Columns = None) -> Iterator[Record]:
     """The objects of the array that a file is, numbered from 0; or as `read_jsonl` of lines."""
     if not _head(piece).startswith(b"["):
-        yield from read_jsonl(piece, fields)
+        yield from read_jsonl(piece)
         return
     with opened(piece) as stream:
         records = _parsed(stream.read().removeprefix(codecs.BOM_UTF8), piece.path)
@@ -231,7 +224,7 @@ def read_json(piece: Piece, fields: Fields | None = None) -> Iterator[Record]:
         yield number, where, _object(record, where)
 
 
-def read_csv(piece: Piece, fields: Fields | None = None) -> Iterator[Record]:
+def read_csv(piece: Piece, columns: Columns = None) -> Iterator[Record]:
     """The rows of a CSV file, numbered by the lines they end in; the first names the columns."""
     # The limit is the whole process', 128 KiB at first. The parser takes 4 bytes per character.
     csv.field_size_limit(MAX_DOCUMENT // 4)
@@ -243,7 +236,7 @@ def read_csv(piece: Piece, fields: Fields | None = None) -> Iterator[Record]:
     rows = csv.DictReader(lines, strict=True)
     try:
         names = rows.fieldnames or ()
-        _check_columns(names, names if fields is None else filter(None, fields), piece.path)
+        _check_columns(names, names if columns is None else columns, piece.path)
         for row in rows:
             where = f"{piece.path}, line {rows.line_num}"
             if None in row or None in row.values():
@@ -275,7 +268,7 @@ def _lines(piece: Piece) -> Iterator[tuple[int, str, bytes]]:
             yield (
                 number,
                 where,
-                line if position > len(line) else line.removeprefix(codecs.BOM_UTF8),
+                line.removeprefix(codecs.BOM_UTF8 if position == len(line) else b""),
             )
 
 
@@ -299,14 +292,11 @@ def _head(piece: Piece) -> bytes:
         return stream.read(2**16).removeprefix(codecs.BOM_UTF8).lstrip()
 
 
-def read_parquet(piece: Piece, fields: Fields | None = None) -> Iterator[Record]:
-    """The rows of the row groups that begin in a piece; of an address their bytes alone are read.
-
-    Of their columns only the named ones are read, if there are `fields`.
-    """
+def read_parquet(piece: Piece, columns: Columns = None) -> Iterator[Record]:
+    """The rows of the row groups that begin in a piece; no more than their columns is read."""
     arrow: Any = extra("pyarrow", "parquet", piece.path)
     parquet: Any = extra("pyarrow.parquet", "parquet", piece.path)
-    columns, row = None if fields is None else list(filter(None, fields)), 0
+    row = 0
     with found(piece) as place, contextlib.ExitStack() as stack:
         source = place
         if is_remote(place):
@@ -327,12 +317,14 @@ def read_parquet(piece: Piece, fields: Fields | None = None) -> Iterator[Record]
                 if not piece.begin <= begin < piece.end:
                     row += metadata.num_rows
                     continue
-                for batch in file.iter_batches(64, [group], columns, use_threads=False):
+                for batch in file.iter_batches(
+                    64, [group], columns and [*columns], use_threads=False
+                ):
                     # One by one, so that an error names the row.
                     for record in (batch.slice(i, 1).to_pylist()[0] for i in range(len(batch))):
                         where = f"{piece.path}, row {row}"
-                        if fields is not None and isinstance(record[fields.text], str):
-                            _check_length(len(record[fields.text]), where)
+                        if columns is not None and isinstance(record[columns[0]], str):
+                            _check_length(len(record[columns[0]]), where)
                         yield row, where, record
                         row += 1
         except UnicodeDecodeError as error:

@@ -37,7 +37,7 @@ from zoo.data.prepared.opening import (
 )
 from zoo.data.prepared.prepare import SAMPLE_BYTES, training_texts
 from zoo.data.splits import plan_splits
-from zoo.data.tokenizer import BPETokenizer, get_tokenizer, load_tokenizer
+from zoo.data.tokenizer import BPETokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -365,7 +365,7 @@ def _make_tokenizer(
     if prepared:
         next(iter(prepared.values())).tokenizer.save(folder)
     elif config.tokenizer != "bpe":
-        get_tokenizer(config.tokenizer).save(folder)
+        load_tokenizer(config.tokenizer).save(folder)
     else:
         # Texts of each source by its weight at the begin; of one that has fewer, all of them.
         weights = [1.0 if source.weight is None else source.weight for source in mixture.sources]

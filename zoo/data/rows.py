@@ -21,7 +21,6 @@ from zoo.data.chats import (
     tools_of,
 )
 from zoo.data.formats import FORMATS, TEXT, format_of, text_of
-from zoo.data.special_tokens import AS_TEXT
 from zoo.data.splits import Split
 from zoo.data.tokenizer import Tokenizer, end_id, reading, unframed
 
@@ -337,8 +336,3 @@ def _encode_whole(tokenizer: Tokenizer, parts: list[Part], inside: bool = False)
         counted |= (starts >= begin) & (starts < begin + len(text)) & counts
         begin += len(text)
     return ids, counted
-
-
-def counted_bytes(parts: list[Part]) -> int:
-    """The size in UTF-8 of the parts that count."""
-    return sum(len(text.replace(AS_TEXT, "").encode()) for text, counts in parts if counts)

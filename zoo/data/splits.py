@@ -15,7 +15,6 @@ from zoo.common.addresses import files_matching
 from zoo.data.formats import (
     FORMATS,
     TEXT,
-    Fields,
     Piece,
     check_readable,
     compression_of,
@@ -161,14 +160,14 @@ def read_split(
         for source, (_, text) in enumerate(split.documents):
             yield SourceDocument(source, 0, text)
         return
-    fields = Fields(field, label)
+    columns = [field] if label is None else [field, label]
     for source, piece in enumerate(split.pieces):
         format = format_of(piece.path)
         if label is not None and format is TEXT:
             raise ValueError(
                 f"{piece.path} has no field {label!r}: labels are in {', '.join(FORMATS)} files"
             )
-        for number, where, record in format.read(piece, fields):
+        for number, where, record in format.read(piece, columns):
             try:
                 text, found = text_of(record, field), None
                 if label is not None:

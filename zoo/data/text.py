@@ -106,6 +106,9 @@ class Config(Source):
         local_path(self.tokenizer, "data.tokenizer")
 
 
+_DEFAULT = Config()
+
+
 @dataclass(frozen=True)
 class Text:
     """A tokenizer, the datasets of the training and the held-out part, and the latter's documents.
@@ -171,7 +174,7 @@ def read_text(
         ValueError: rows, files or labels that do not go together, with what to change.
     """
     check_label(config, label)
-    open_with = functools.partial(open_text, config, default or Config(), label=label)
+    open_with = functools.partial(open_text, config, default or _DEFAULT, label=label)
     prepared = open_with(config.tokenizer, config.vocab_size)
     folder = tokenizer_folder(prepared.tokenizer.save)
     tokenizer = load_tokenizer(folder)

@@ -300,15 +300,20 @@ class BPETokenizer:
     def _variant(self, reading: str, inside: bool = False) -> HFTokenizer:
         """See `zoo.data.special_tokens.variant`; each is made once."""
         if (reading, inside) not in self._variants:
-            names = {*filter(None, map(self.tokenizer.id_to_token, self.special_ids))}
-            self._variants[reading, inside] = variant(self.tokenizer, names, reading, inside)
+            made = variant(self.tokenizer, self.special_names, reading, inside)
+            self._variants[reading, inside] = made
         return self._variants[reading, inside]
+
+    @functools.cached_property
+    def special_names(self) -> set[str]:
+        """The names of the special tokens."""
+        return {*filter(None, map(self.tokenizer.id_to_token, self.special_ids))}
 
     @functools.cached_property
     def names(self) -> re.Pattern[str]:
         """A pattern of the names of the special tokens."""
-        names = filter(None, map(self.tokenizer.id_to_token, self.special_ids))
-        return re.compile("|".join(sorted(map(re.escape, names), key=len, reverse=True)))
+        escaped = map(re.escape, self.special_names)
+        return re.compile("|".join(sorted(escaped, key=len, reverse=True)))
 
     @functools.cached_property
     def marked(self) -> re.Pattern[str]:
@@ -329,7 +334,7 @@ class BPETokenizer:
 
 
 def load_tokenizer(path: str | Path, separator: str | None = None) -> Tokenizer:
-    """The tokenizer in a `tokenizer.json`, or in a folder that holds one.
+    """The tokenizer in a `tokenizer.json`, or in a folder that holds one; or that of "bytes".
 
     The special tokens are named by the files beside it, or are the usual ones of its vocabulary;
     `separator` names one token for begin and end.
@@ -339,6 +344,8 @@ def load_tokenizer(path: str | Path, separator: str | None = None) -> Tokenizer:
         ValueError: the file is no tokenizer, has no separator, or is on another machine; or one
             beside it is damaged.
     """
+    if path == "bytes":
+        return ByteTokenizer()
     file = local_path(path, "tokenizer")
     if file.is_dir():
         file = file / FILE_NAME
@@ -392,11 +399,6 @@ def count_special(tokenizer: Tokenizer, text: str, ids: np.ndarray, quoted: bool
         return int(np.isin(ids, list(tokenizer.special_ids)).sum())
     pattern = tokenizer.marked if quoted else tokenizer.names
     return sum(1 for name in pattern.findall(text) if name)
-
-
-def get_tokenizer(spec: str, separator: str | None = None) -> Tokenizer:
-    """The tokenizer that a flag names: "bytes", or a path as for `load_tokenizer`."""
-    return ByteTokenizer() if spec == "bytes" else load_tokenizer(spec, separator)
 
 
 def described(count: int, parsed: bool, flag: str = "--data.special-tokens") -> str:

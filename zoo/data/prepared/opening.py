@@ -41,7 +41,6 @@ from zoo.data.tokenizer import (
     Tokenizer,
     begin_id,
     end_id,
-    get_tokenizer,
     load_tokenizer,
 )
 
@@ -159,7 +158,7 @@ def prepared_by_itself(
     with tempfile.TemporaryDirectory() as temporary:
         spec = tokenizer
         if tokenizer != "bpe":
-            one = get_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+            one = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
             one.save(Path(temporary))
             spec = temporary
         options: dict[str, Any] = {
@@ -264,7 +263,7 @@ def check_named(prepared: Prepared, config: Any, default: Any) -> None:
 
 def _check_spec(prepared: Prepared, spec: str) -> None:
     if spec not in ("bytes", "bpe"):
-        check_tokenizer(prepared, get_tokenizer(spec), f"data.tokenizer={spec!r}", _REMEDY)
+        check_tokenizer(prepared, load_tokenizer(spec), f"data.tokenizer={spec!r}", _REMEDY)
     elif (spec == "bytes") != isinstance(prepared.tokenizer, ByteTokenizer):
         raise ValueError(
             f"data.tokenizer={spec!r}: {prepared.folder} was prepared with another "

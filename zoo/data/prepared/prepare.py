@@ -32,13 +32,14 @@ from zoo.data.prepared.format import (
     read_manifest,
     shard_file,
     tokenizer_digest,
+    work_file,
     write_manifest,
 )
 from zoo.data.prepared.hashes import PARTED
 from zoo.data.prepared.tokenizing import Spec, Tokenized, key_of, prepare_shard
 from zoo.data.rows import RowOptions
 from zoo.data.splits import Given, Split, plan_splits, read_split, sample_texts
-from zoo.data.tokenizer import BPETokenizer, Reading, begin_id, get_tokenizer, load_tokenizer
+from zoo.data.tokenizer import BPETokenizer, Reading, begin_id, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ def prepare(
     splits: Sequence[Split | Given] = [data] if isinstance(data, Given) else []
     if not isinstance(data, Given):
         splits = plan_splits(data, shard_bytes=int(shard_megabytes * 1e6))
-    given, kind = None if tokenizer == "bpe" else get_tokenizer(tokenizer), tokenizer
+    given, kind = None if tokenizer == "bpe" else load_tokenizer(tokenizer), tokenizer
     if given is not None and tokenizer != "bytes":
         with tempfile.TemporaryDirectory() as temporary:
             given.save(Path(temporary))
@@ -181,7 +182,7 @@ def _passes(
         cuts = hashes.slices(sum(shard.documents for shard in shards))
         ranges = [(i, *cut, len(shards), out) for i, cut in enumerate(cuts)]
         across = sum(found for _, found in run(hashes.find_duplicates, ranges))
-        limit = _limit(shards, options, splits[0].names[0])
+        limit = _limit(out, len(shards), options, splits[0].names[0])
         forms = {shard.form: shard for shard in shards if shard.documents + shard.duplicates}
         if len(forms) > 1:
             raise ValueError(f"the files have rows of {' and of '.join(map(str, forms))}: give one")
@@ -288,18 +289,17 @@ def _check_classes(label: str, classes: Sequence[str], shards: int, folder: Path
         )
 
 
-def _limit(shards: Sequence[Tokenized], options: dict[str, Any], first: str) -> int:
+def _limit(folder: Path, shards: int, options: dict[str, Any], first: str) -> int:
     """The hash below which a document is held out; neither part is empty."""
-    lowest = min((int(shard.lowest, 16) for shard in shards if shard.lowest), default=0)
-    highest = max((int(shard.highest, 16) for shard in shards if shard.highest), default=0)
+    paths = (work_file(folder, number, hashes.RECORDS) for number in range(shards))
+    sorted_records = (hashes.mapped(path, hashes.RAW) for path in paths)
+    ends = [hashes.number_of(found[i]) for found in sorted_records if len(found) for i in (0, -1)]
+    lowest, highest = min(ends, default=0), max(ends, default=0)
     if lowest >> 32 == highest >> 32:
-        what, advice = (
-            "documents with a token",
-            "divide the text, as into a JSON line per paragraph",
-        )
+        what, advice = "documents with a token", "divide the text, as into a line per paragraph"
         if rows := options.get("rows"):
             what, advice = f"rows of {rows['format']}", "give more"
-        documents = min(1, sum(shard.documents for shard in shards))
+        documents = min(1, len(ends))
         raise ValueError(
             f"the {options['files']} files ({first!r} the first) have {documents} different "
             f"{what}: two are needed, to train on and to hold out; {advice}"

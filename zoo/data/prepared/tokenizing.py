@@ -30,7 +30,8 @@ from zoo.data.prepared.format import (
     shard_file,
     work_file,
 )
-from zoo.data.rows import Counted, Form, RowOptions, counted_bytes, encode_parts, read_rows
+from zoo.data.rows import Counted, Form, RowOptions, encode_parts, read_rows
+from zoo.data.special_tokens import AS_TEXT
 from zoo.data.splits import Given, SourceDocument, Split, read_split
 from zoo.data.tokenizer import (
     Reading,
@@ -71,7 +72,7 @@ class Tokenized:
     """The record of a split whose shard is whole: it is not tokenized again.
 
     `documents` have a token and are no `duplicates` of others of the shard; `tokens` are all in
-    the file, and `bytes` all of the text. `lowest` and `highest` are the ends of the hashes.
+    the file, and `bytes` all of the text.
     """
 
     split: str
@@ -82,8 +83,6 @@ class Tokenized:
     first_empty: str | None
     tokens: int
     bytes: int
-    lowest: str | None
-    highest: str | None
     special_tokens: int
     labels: list[str]
     form: str | None
@@ -112,7 +111,7 @@ def prepare_shard(
         for batch in _batches(_examples(split, spec, tokenizer)):
             writer.add(batch)
         writer.end_run()
-    documents, lowest, highest = _merge(runs, writer.runs, records)
+    documents = _merge(runs, writer.runs, records)
     done = Tokenized(
         split=split.version,
         spec=spec,
@@ -122,8 +121,6 @@ def prepare_shard(
         first_empty=writer.first_empty,
         tokens=writer.tokens,
         bytes=writer.bytes,
-        lowest=lowest,
-        highest=highest,
         special_tokens=writer.special_tokens,
         labels=[*writer.labels],
         form=None if writer.form is None else writer.form.described,
@@ -250,11 +247,11 @@ class _Writer:
                 continue
             check_ids(ids, self._tokenizer.vocab_size, repr(name))
             self.special_tokens += count_special(self._tokenizer, document.text, ids, quoted)
-            hashed, size = example.hashed, counted_bytes(example.parts)
+            size = counted_bytes(example.parts)
             label = 0
             if document.label is not None:
                 label = self.labels.setdefault(document.label, len(self.labels))
-            halves = int.from_bytes(hashed[:8], "big"), int.from_bytes(hashed[8:], "big")
+            halves = np.frombuffer(example.hashed, hashes.HASH)[0].item()
             place = (self.tokens, len(ids), document.source, document.record)
             self._pending.append((*halves, *place, size, int(counted.sum()), label, example.part))
             self._token_file.write(np.ascontiguousarray(ids, self._dtype).data)
@@ -280,6 +277,11 @@ class _Writer:
         self._run_file.write(run.tobytes())
         self.runs.append(len(run))
         self._pending.clear()
+
+
+def counted_bytes(parts: list[Part]) -> int:
+    """The size in UTF-8 of the parts that count."""
+    return sum(len(text.replace(AS_TEXT, "").encode()) for text, counts in parts if counts)
 
 
 def encode(tokenizer: Tokenizer, texts: list[str], longest: int = PIECE) -> Iterator[np.ndarray]:
@@ -309,19 +311,15 @@ def _encode_piece(tokenizer: Tokenizer, text: str, begin: int, end: int) -> np.n
     return ids[(starts >= begin) & ((starts < end) | (end >= len(text)))]
 
 
-def _merge(runs: Path, lengths: list[int], out: Path) -> tuple[int, str | None, str | None]:
-    """Write the records of all runs in order; their number, their lowest and highest hash."""
+def _merge(runs: Path, lengths: list[int], out: Path) -> int:
+    """Write the records of all runs in order; their number."""
     content, ends = hashes.mapped(runs, hashes.RAW), np.cumsum([0, *lengths])
     parts = [content[begin:end] for begin, end in itertools.pairwise(ends)]
     with files.named(out), open(out, "wb") as file:
         for records in hashes.merged(parts):
             file.write(records.tobytes())
     runs.unlink()
-    merged = hashes.mapped(out, hashes.RAW)
-    if len(merged) == 0:
-        return 0, None, None
-    lowest, highest = (f"{hashes.number_of(merged[i]):032x}" for i in (0, -1))
-    return len(merged), lowest, highest
+    return len(hashes.mapped(out, hashes.RAW))
 
 
 def _batches(examples: Iterable[_Example]) -> Iterator[list[_Example]]:

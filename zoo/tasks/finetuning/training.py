@@ -21,7 +21,7 @@ from zoo.data import rows, text
 from zoo.data.chats import ChatTemplate, with_chat_template, writes_time
 from zoo.data.documents import help_topics
 from zoo.data.prepared.opening import Prepared, check_tokenizer
-from zoo.data.tokenizer import FILE_NAME, Tokenizer, get_tokenizer, load_tokenizer
+from zoo.data.tokenizer import FILE_NAME, Tokenizer, load_tokenizer
 from zoo.nn.products import dequantize, is_quantized
 from zoo.nn.protocols import SequenceModel
 from zoo.nn.stateful import cast, is_kept
@@ -92,7 +92,7 @@ class Base:
             f"{folder} has no {FILE_NAME}: name one by --data.tokenizer, or 'bytes'",
         )
         tokenizer = with_chat_template(
-            get_tokenizer(given or str(folder)), config.data.chat_template
+            load_tokenizer(given or str(folder)), config.data.chat_template
         )
         self.tokenizer = load_tokenizer(run.once("tokenizer", tokenizer.save))
         if self.tokenizer.vocab_size > size:
