@@ -52,7 +52,7 @@ def make_parts(folder, lengths=LENGTHS, num_shards=3, frame=2, vocab_size=VOCAB,
     manifest = format.Manifest(
         {"held_out": 0.05}, digest, "uint16", vocab_size, frame, tuple(records)
     )
-    format.write_manifest(folder / format.MANIFEST, manifest)
+    (folder / format.MANIFEST).write_text(format.manifest_text(manifest))
     corpora = [Corpus.from_arrays(stored[part], vocab_size, 1) for part in stored]
     stem_of = lambda number: folder / format.SHARDS / f"{number:08}"
     return parts_of(manifest, stem_of), corpora

@@ -64,7 +64,7 @@ def test_every_module_has_a_room():
 
 # Lines of each room. What needs more raises its number here, in a commit that says why.
 CEILINGS = {
-    "common": 1369,
+    "common": 1372,
     "sharding": 1434,
     "nn": 4729,
     "transformer": 2680,
@@ -73,12 +73,12 @@ CEILINGS = {
     "wrappers": 603,
     "images": 408,
     "quantization": 682,
-    "data": 6947,
+    "data": 6807,
     "training": 2730,
     "decoding": 1372,
     "publishing": 1807,
-    "hf": 5898,
-    "runs": 5011,
+    "hf": 6180,
+    "runs": 4994,
     "tasks": 1644,
     "alignment": 1989,
     "planning": 3034,

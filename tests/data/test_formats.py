@@ -377,10 +377,7 @@ def test_lines_of_later_pieces_are_counted_from_them(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "module", "extra"),
-    [
-        ("a.parquet", "pyarrow", "parquet"),
-        ("a.txt.zst", "zstandard", "compressed"),
-    ],
+    [("a.parquet", "pyarrow", "parquet"), ("a.txt.zst", "zstandard", "compressed")],
 )
 def test_missing_extras_are_named_before_any_document_is_read(
     tmp_path, monkeypatch, name, module, extra

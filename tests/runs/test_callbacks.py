@@ -513,10 +513,7 @@ def test_early_stopping_counts_evaluations_without_improvement(tmp_path, capsys)
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ({"patience": 0}, "patience=0"),
-        ({"mode": "lowest"}, "'lowest'"),
-    ],
+    [({"patience": 0}, "patience=0"), ({"mode": "lowest"}, "'lowest'")],
     ids=str,
 )
 def test_unfit_arguments_of_early_stopping_are_refused(options, message):

@@ -604,12 +604,7 @@ def kill():
         ("SIGTERM", 6),
         *(
             pytest.param(how, step, marks=pytest.mark.slow)
-            for how, step in (
-                ("SIGTERM", 30),
-                ("SIGKILL", 6),
-                ("SIGKILL", 12),
-                ("SIGKILL", 30),
-            )
+            for how, step in (("SIGTERM", 30), ("SIGKILL", 6), ("SIGKILL", 12), ("SIGKILL", 30))
         ),
     ],
 )

@@ -12,15 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import drawn_transformer
-from recipe_cases import (
-    Recipe,
-    assert_same_result,
-    finish,
-    losses,
-    metrics,
-    shared,
-    wait_for,
-)
+from recipe_cases import Recipe, assert_same_result, finish, losses, metrics, shared, wait_for
 
 import zoo
 from zoo.data.prepared.prepare import prepare

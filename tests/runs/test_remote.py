@@ -621,11 +621,7 @@ def complete(names):
 
 
 def open_folder(work, clock, **options):
-    options = {
-        "keep": 2,
-        "say": lambda text: None,
-        "lease": make_lease(clock),
-    } | options
+    options = {"keep": 2, "say": lambda text: None, "lease": make_lease(clock)} | options
     return RemoteFolder(ADDRESS, work, **options)
 
 

@@ -104,14 +104,17 @@ def leaves(folder: Path, path: Path) -> bool:
     return not (found.is_relative_to(root) or is_blob)
 
 
-def replace(path: Path, content: str | Callable[[Path], object]) -> None:
-    """Replace a file atomically by a text, or by the file that `content(temporary)` writes.
+def replace(path: Path, content: str | bytes | Callable[[Path], object]) -> None:
+    """Replace a file atomically by this content, or by the file that `content(temporary)` writes.
 
     Whenever this process dies or the power fails, `path` is the whole old or the whole new file.
     """
     temporary = path.with_name(path.name + ".tmp")
     with named(path):
-        temporary.write_text(content) if isinstance(content, str) else content(temporary)
+        if callable(content):
+            content(temporary)
+        else:
+            temporary.write_bytes(content.encode() if isinstance(content, str) else content)
         sync(temporary)
     os.replace(temporary, path)
     sync(path.parent)

@@ -9,14 +9,7 @@ from typing import Any
 
 from zoo.common.files import local_path
 from zoo.data.special_tokens import AS_TEXT
-from zoo.data.tokenizer import (
-    CHAT_TEMPLATE_NAME,
-    BPETokenizer,
-    Ids,
-    Reading,
-    Tokenizer,
-    reading,
-)
+from zoo.data.tokenizer import CHAT_TEMPLATE_NAME, BPETokenizer, Ids, Reading, Tokenizer, reading
 
 Record = dict[str, Any]
 Message = Mapping[str, Any]
@@ -298,11 +291,7 @@ def tools_of(record: Record) -> Tools:
 
 
 def answer_parts(
-    prompt: list[Message],
-    answer: list[Message],
-    template: ChatTemplate,
-    tools: Tools,
-    field: str,
+    prompt: list[Message], answer: list[Message], template: ChatTemplate, tools: Tools, field: str
 ) -> list[Part]:
     """The parts of a conversation, of which the answer to the prompt counts."""
     if [message["role"] for message in answer] != ["assistant"]:

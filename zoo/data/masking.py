@@ -46,12 +46,7 @@ class MaskedDataset:
     """
 
     def __init__(
-        self,
-        dataset: Dataset,
-        config: Config,
-        tokenizer: BPETokenizer,
-        mask_id: int,
-        seed: int,
+        self, dataset: Dataset, config: Config, tokenizer: BPETokenizer, mask_id: int, seed: int
     ):
         missing = {"tokens", "targets", "segment_ids"} - dataset.row(dataset.buckets[0]).keys()
         require(not missing, f"{type(dataset).__name__} has no {sorted(missing)} to mask by")

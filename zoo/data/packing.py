@@ -178,9 +178,7 @@ class RowIndex:
 
 
 def write_index(
-    folder: Path,
-    lengths: Int64[np.ndarray, "buckets"],
-    cut: Callable[[list[str]], Iterator[Rows]],
+    folder: Path, lengths: Int64[np.ndarray, "buckets"], cut: Callable[[list[str]], Iterator[Rows]]
 ) -> None:
     """Write the index of the rows that `cut(left_out)` makes, slice by slice."""
     counts, tokens, left_out = np.zeros_like(lengths), np.zeros_like(lengths), list[str]()

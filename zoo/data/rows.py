@@ -203,13 +203,7 @@ FORMS: dict[Format, tuple[Form, ...]] = {
     ),
     "chats": (
         Form("messages", ("messages",), True, True, of_chat),
-        Form(
-            "ShareGPT's",
-            ("conversations",),
-            True,
-            True,
-            of_chat,
-        ),
+        Form("ShareGPT's", ("conversations",), True, True, of_chat),
         Form("Alpaca's", ("instruction", "output"), False, True, of_alpaca_chat),
     ),
     "preferences": (

@@ -1,6 +1,5 @@
 """Datasets of numbers with labels, from a file or from the digits that scikit-learn brings."""
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +8,7 @@ import numpy as np
 import tyro
 from jaxtyping import Float32
 
-from zoo.common import configuration
+from zoo.common import checksums, configuration
 from zoo.common.configuration import may_differ, require
 from zoo.common.files import local_path
 from zoo.data.documents import unit_hash
@@ -53,11 +52,9 @@ class Table:
     @property
     def fingerprint(self) -> str:
         """A hash of every number of both parts: equal fingerprints mean equal batches."""
-        digest = hashlib.sha256()
-        for dataset in (self.train, self.held_out):
-            for name in sorted(dataset.arrays):
-                digest.update(np.ascontiguousarray(dataset.arrays[name]).data)
-        return digest.hexdigest()
+        return checksums.of_values(
+            array for part in (self.train, self.held_out) for array in part.arrays.values()
+        )
 
 
 def read_table(config: Config, *, seed: int) -> Table:

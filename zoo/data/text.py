@@ -14,11 +14,7 @@ from zoo.common import configuration, plugins
 from zoo.common.configuration import may_differ, require
 from zoo.common.files import local_path
 from zoo.data.corpus import Corpus
-from zoo.data.documents import (
-    Document,
-    compressed_size,
-    standard_library,
-)
+from zoo.data.documents import Document, compressed_size, standard_library
 from zoo.data.prepared.opening import (
     Prepared,
     Sample,
@@ -32,14 +28,7 @@ from zoo.data.prepared.opening import (
 from zoo.data.rows import RowOptions
 from zoo.data.splits import Given
 from zoo.data.token_datasets import BucketedDataset, LabelledDataset, PackedDataset, TokenDataset
-from zoo.data.tokenizer import (
-    Reading,
-    Tokenizer,
-    begin_id,
-    described,
-    end_id,
-    load_tokenizer,
-)
+from zoo.data.tokenizer import Reading, Tokenizer, begin_id, described, end_id, load_tokenizer
 
 SOURCE_NAME = r"[A-Za-z_][\w-]*"  # of a mixture
 

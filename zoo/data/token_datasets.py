@@ -78,12 +78,7 @@ class TokenDataset(SeededDataset):
     num_rows: int
 
     def __init__(
-        self,
-        corpus: Corpus,
-        separator_id: Ends,
-        batch_size: int,
-        seed: int,
-        shuffle: bool,
+        self, corpus: Corpus, separator_id: Ends, batch_size: int, seed: int, shuffle: bool
     ):
         super().__init__(batch_size, seed, shuffle)
         pair = separator_id if isinstance(separator_id, tuple) else (separator_id, separator_id)

@@ -149,9 +149,9 @@ def main(config: Annotated[Config, tyro.conf.arg(name="")]) -> None:
     for task, lines in samples.items():
         content = "".join(map(text, lines))
         name = task.replace("/", "_")
-        files.replace(out / f"samples_{name}_{now}.jsonl", lambda at: at.write_text(content))  # noqa: B023
+        files.replace(out / f"samples_{name}_{now}.jsonl", content)
     results = out / f"results_{now}.json"
-    files.replace(results, lambda at: at.write_text(text(found, indent=1)))
+    files.replace(results, text(found, indent=1))
     print(f"the results are in {results}")
 
 

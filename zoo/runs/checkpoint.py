@@ -241,9 +241,12 @@ class Checkpointer:
             for step in reversed(self.good_steps()):
                 if step in failures:
                     continue
-                if not (problems := _problems(self.folder / str(step), step)):
-                    found = step
-                    break
+                if not (problems := checksums.problems(self.folder / str(step))):
+                    meta = json.loads((self.folder / str(step) / "meta.json").read_text())
+                    if meta["step"] == step:
+                        found = step
+                        break
+                    problems = [f"the folder holds step {meta['step']}"]
                 failures[step] = f"step {step}: {'; '.join(problems)}"
         found = int(multihost_utils.broadcast_one_to_all(np.int32(found)))
         if found == _NOTHING and anywhere(bool(failures)) and not failures:
@@ -274,18 +277,12 @@ def _read_or_problem(folder: Path, like: PyTree) -> tuple[PyTree, str]:
 
 def problems(folder: Path) -> list[str]:
     """A line per damaged or missing file of a step's folder; every byte is read."""
-    if not (found := checksums.problems(folder)):
-        found = stored_arrays.problems(folder / "arrays")
-    return found
+    return checksums.problems(folder) or stored_arrays.problems(folder / "arrays")
 
 
 def seal(folder: Path) -> None:
     """Write the list of a step's files, which completes it; large arrays' own sums are trusted."""
-
-    def is_large_array(name: str, size: int) -> bool:
-        return name.startswith("arrays/") and size > _SMALL
-
-    checksums.write(folder, trusted=is_large_array)
+    checksums.write(folder, trusted=lambda x, size: x.startswith("arrays/") and size > _SMALL)
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -305,13 +302,6 @@ def local_steps(folder: Path) -> list[int]:
     """The steps whose save in a folder is complete, oldest first."""
     found = folder.iterdir() if folder.is_dir() else ()
     return sorted(int(path.name) for path in found if path.name.isdecimal())
-
-
-def _problems(folder: Path, step: int) -> list[str]:
-    if problems := checksums.problems(folder):
-        return problems
-    saved = json.loads((folder / "meta.json").read_text())["step"]
-    return [] if saved == step else [f"the folder holds step {saved}"]
 
 
 def set_aside(folder: Path) -> Path:

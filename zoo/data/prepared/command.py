@@ -7,17 +7,9 @@ import tyro
 import xxhash
 
 from zoo.data.corpus import remedy
+from zoo.data.prepared import format
 from zoo.data.prepared.engines import Engine
-from zoo.data.prepared.format import (
-    MANIFEST,
-    SOURCES,
-    DamagedError,
-    Manifest,
-    Shard,
-    ShardRecord,
-    read_manifest,
-    shard_file,
-)
+from zoo.data.prepared.format import DamagedError, Manifest, Shard, ShardRecord
 from zoo.data.prepared.prepare import prepare
 from zoo.data.tokenizer import Reading, described
 
@@ -94,13 +86,13 @@ def summary(manifest: Manifest, out: str) -> str:
 
 def is_prepared(folder: Path) -> bool:
     """Whether a folder is a prepared corpus, a damaged one too."""
-    return (folder / MANIFEST).is_file()
+    return (folder / format.MANIFEST).is_file()
 
 
 def verify(folder: Path) -> tuple[int, list[str]]:
     """(how many files there are, a line per missing or damaged one) of a prepared corpus."""
     try:
-        manifest = read_manifest(folder)
+        manifest = format.read_manifest(folder)
     except DamagedError as error:
         return 0, [str(error)]
     lines = [
@@ -113,8 +105,8 @@ def verify(folder: Path) -> tuple[int, list[str]]:
 
 def _problems(folder: Path, number: int, record: ShardRecord) -> Iterator[str]:
     """A line per missing or damaged file of a shard, with its first damaged block."""
-    stem = shard_file(folder, number, "")
-    names = Path(f"{stem}{SOURCES}")
+    stem = format.shard_file(folder, number, "")
+    names = Path(f"{stem}{format.SOURCES}")
     if not names.is_file():
         yield f"{names} is missing"
     elif xxhash.xxh3_128_hexdigest(names.read_bytes()) != record.sources:

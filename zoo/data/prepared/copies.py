@@ -7,19 +7,8 @@ from pathlib import Path
 from zoo.common import files
 from zoo.common.addresses import Location
 from zoo.common.store import Store, sizes
-from zoo.data.prepared.format import (
-    HELD_OUT,
-    SHARDS,
-    SOURCES,
-    SUMS,
-    TOKENIZER,
-    TOKENS,
-    TRAIN,
-    WEIGHTS,
-    Manifest,
-    shard_file,
-    work_file,
-)
+from zoo.data.prepared import format
+from zoo.data.prepared.format import Manifest
 
 CACHE = Path("~/.cache/zoo/prepare")
 
@@ -31,24 +20,25 @@ def working_folder(address: Location) -> Path:
 
 def copy_shard(number: int, folder: Path, address: str) -> None:
     """Copy the files of a shard up, once."""
-    copied = work_file(folder, number, ".copied")
+    copied = format.work_file(folder, number, ".copied")
     if not copied.exists():
-        shards, weighted = folder / SHARDS, shard_file(folder, number, WEIGHTS).exists()
-        Store(address, "out").put(shards, sizes(shards, _names(number, weighted)), f"{SHARDS}/")
+        shards = folder / format.SHARDS
+        names = _names(number, format.shard_file(folder, number, format.WEIGHTS).exists())
+        Store(address, "out").put(shards, sizes(shards, names), f"{format.SHARDS}/")
         copied.touch()
 
 
 def copy_tokenizer(folder: Path, address: str) -> None:
     """Copy the tokenizer's files up."""
-    found = sorted(path for path in (folder / TOKENIZER).rglob("*") if path.is_file())
+    found = sorted(path for path in (folder / format.TOKENIZER).rglob("*") if path.is_file())
     names = [path.relative_to(folder).as_posix() for path in found]
     Store(address, "out").put(folder, sizes(folder, names))
 
 
 def _names(number: int, weighted: bool) -> list[str]:
     """The files of a shard."""
-    suffixes = [TOKENS, TRAIN, HELD_OUT, SUMS, SOURCES, *[WEIGHTS] * weighted]
-    return [f"{number:08}{suffix}" for suffix in suffixes]
+    suffixes = (format.TOKENS, format.TRAIN, format.HELD_OUT, format.SUMS, format.SOURCES)
+    return [f"{number:08}{suffix}" for suffix in (*suffixes, *[format.WEIGHTS] * weighted)]
 
 
 class Copies:
@@ -68,7 +58,7 @@ class Copies:
     def stem(self, number: int) -> Path:
         """The path of the copies of a shard's files without their suffixes."""
         name = f"{number:08}"
-        return self._copied(name, _names(number, self._weighted), f"{SHARDS}/") / name
+        return self._copied(name, _names(number, self._weighted), f"{format.SHARDS}/") / name
 
     def _copied(self, name: str, names: list[str] | None, prefix: str) -> Path:
         """Copies of these files, or all, made at their first use; an error if one is missing."""

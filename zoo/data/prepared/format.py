@@ -177,11 +177,10 @@ def tokenizer_digest(folder: Location) -> str:
     return digest.hexdigest()
 
 
-def write_manifest(path: Location, manifest: Manifest) -> None:
-    """Write a manifest to a file."""
+def manifest_text(manifest: Manifest) -> str:
+    """The content of a manifest's file."""
     apart = {"fingerprint": manifest.fingerprint, "files": manifest.files}
-    content = {**_content(manifest), **apart}
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return json.dumps({**_content(manifest), **apart}, indent=1) + "\n"
 
 
 def read_manifest(folder: Location) -> Manifest:

@@ -14,23 +14,8 @@ import numpy as np
 import xxhash
 
 from zoo.common import files
-from zoo.data.prepared.format import (
-    HELD_OUT,
-    RECORD,
-    SHARDS,
-    SOURCES,
-    SUMS,
-    TOKENS,
-    TRAIN,
-    WEIGHTS,
-    WORK,
-    PartRecord,
-    ShardRecord,
-    block_sums,
-    shard_file,
-    shard_record,
-    work_file,
-)
+from zoo.data.prepared import format
+from zoo.data.prepared.format import PartRecord, ShardRecord
 
 RAW = np.dtype(
     [
@@ -140,7 +125,7 @@ def find_duplicates(
     if not path.exists():
         found, where = [], []
         for shard in range(shards):
-            records = mapped(work_file(folder, shard, RECORDS), RAW)
+            records = mapped(format.work_file(folder, shard, RECORDS), RAW)
             first, last = below(records, begin), below(records, end)
             found.append(records[["high", "low", "part"]][first:last])
             where.append(np.zeros(last - first, DUPLICATE))
@@ -165,27 +150,24 @@ def duplicates_of(shard: int, slices: int, folder: Path) -> Iterator[Records]:
 
 def slice_file(folder: Path, number: int) -> Path:
     """The duplicates of a slice of the hashes."""
-    return work_file(folder, number, ".duplicates")
+    return format.work_file(folder, number, ".duplicates")
 
 
 PARTED = ".parts.json"
 
 
 def write_columns(
-    folder: Path,
-    columns: Mapping[str, np.ndarray],
-    raw: Records,
-    sources: Sequence[str],
+    folder: Path, columns: Mapping[str, np.ndarray], raw: Records, sources: Sequence[str]
 ) -> None:
     """Write the columns of the only shard of a folder, by suffix, and what `write_parts` reads."""
-    for name in (SHARDS, WORK):
+    for name in (format.SHARDS, format.WORK):
         (folder / name).mkdir(parents=True, exist_ok=True)
     for suffix, column in columns.items():
-        shard_file(folder, 0, suffix).write_bytes(column.tobytes())
-    sums = b"".join(block_sums(shard_file(folder, 0, suffix)) for suffix in columns)
-    work_file(folder, 0, SUMS).write_bytes(sums)
-    work_file(folder, 0, RECORDS).write_bytes(raw.tobytes())
-    shard_file(folder, 0, SOURCES).write_text(json.dumps(sources))
+        format.shard_file(folder, 0, suffix).write_bytes(column.tobytes())
+    sums = b"".join(format.block_sums(format.shard_file(folder, 0, suffix)) for suffix in columns)
+    format.work_file(folder, 0, format.SUMS).write_bytes(sums)
+    format.work_file(folder, 0, RECORDS).write_bytes(raw.tobytes())
+    format.shard_file(folder, 0, format.SOURCES).write_text(json.dumps(sources))
 
 
 def write_parts(
@@ -203,10 +185,10 @@ def write_parts(
     list as duplicates is left out, and hashes `without` which the rest is to be trained on. Those
     of the shard's `labels` in the manifest are given. A shard that is finished is left as it is.
     """
-    path = work_file(folder, number, PARTED)
+    path = format.work_file(folder, number, PARTED)
     if path.exists():
-        return number, shard_record(json.loads(path.read_text()))
-    raw = mapped(work_file(folder, number, RECORDS), RAW)
+        return number, format.shard_record(json.loads(path.read_text()))
+    raw = mapped(format.work_file(folder, number, RECORDS), RAW)
     duplicates = np.concatenate([np.zeros(0, np.int64), *duplicates_of(number, slices, folder)])
     bound = below(raw, limit)
 
@@ -216,36 +198,36 @@ def write_parts(
             part, places = records["part"], begin + np.arange(len(records))
             fixed = part != BY_HASH
             held_out = np.where(fixed, part == ALWAYS_HELD_OUT, places < bound)
-            kept = held_out if suffix == HELD_OUT else ~held_out
+            kept = held_out if suffix == format.HELD_OUT else ~held_out
             first, last = np.searchsorted(duplicates, [begin, begin + len(records)])
             kept[duplicates[first:last] - begin] = False
-            if without and suffix == TRAIN:
+            if without and suffix == format.TRAIN:
                 found = [hashed.tobytes() in without for hashed in _bytes_of(records)]
                 kept &= ~np.array(found, bool)
             yield records[kept]
 
     parts = {}
-    for suffix in (HELD_OUT, TRAIN):
-        out = shard_file(folder, number, suffix)
+    for suffix in (format.HELD_OUT, format.TRAIN):
+        out = format.shard_file(folder, number, suffix)
         partial = out.with_name(f"{out.name}.tmp")
         parts[suffix] = _write_part(partial, chosen(suffix), frame, labels)
         files.sync(partial)
         partial.replace(out)
-    sums = work_file(folder, number, SUMS).read_bytes()  # of the tokens and their weights
-    for suffix in (TRAIN, HELD_OUT):
-        sums += block_sums(shard_file(folder, number, suffix))
-    files.replace(shard_file(folder, number, SUMS), lambda path: path.write_bytes(sums))
-    weights = shard_file(folder, number, WEIGHTS)
+    sums = format.work_file(folder, number, format.SUMS).read_bytes()  # of tokens and weights
+    for suffix in (format.TRAIN, format.HELD_OUT):
+        sums += format.block_sums(format.shard_file(folder, number, suffix))
+    files.replace(format.shard_file(folder, number, format.SUMS), sums)
+    sources = format.shard_file(folder, number, format.SOURCES).read_bytes()
+    weights = format.shard_file(folder, number, format.WEIGHTS)
     record = ShardRecord(
-        tokens_bytes=shard_file(folder, number, TOKENS).stat().st_size,
+        tokens_bytes=format.shard_file(folder, number, format.TOKENS).stat().st_size,
         weights_bytes=weights.stat().st_size if weights.exists() else None,
-        train=parts[TRAIN],
-        held_out=parts[HELD_OUT],
+        train=parts[format.TRAIN],
+        held_out=parts[format.HELD_OUT],
         sums=xxhash.xxh3_128_hexdigest(sums),
-        sources=xxhash.xxh3_128_hexdigest(shard_file(folder, number, SOURCES).read_bytes()),
+        sources=xxhash.xxh3_128_hexdigest(sources),
     )
-    content = json.dumps(dataclasses.asdict(record))
-    files.replace(path, lambda path: path.write_text(content))
+    files.replace(path, json.dumps(dataclasses.asdict(record)))
     return number, record
 
 
@@ -256,7 +238,7 @@ def _write_part(
     positions, totals = 0, np.zeros(4, np.int64)
     with files.named(path), open(path, "wb") as file:
         for chosen in slices:
-            records = np.zeros(len(chosen), RECORD)
+            records = np.zeros(len(chosen), format.RECORD)
             for field in ("start", "length", "source", "record"):
                 records[field] = chosen[field]
             records["hash"] = _bytes_of(chosen)

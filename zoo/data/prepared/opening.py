@@ -17,19 +17,9 @@ from zoo.common.addresses import Location, explained, files_matching, is_remote,
 from zoo.common.files import local_path
 from zoo.data.corpus import Corpus, parts_of, remedy
 from zoo.data.documents import Document
+from zoo.data.prepared import format
 from zoo.data.prepared.copies import Copies
-from zoo.data.prepared.format import (
-    MANIFEST,
-    SHARDS,
-    TOKENIZER,
-    VERSION,
-    DamagedError,
-    Manifest,
-    check_size,
-    read_manifest,
-    shard_file,
-    tokenizer_digest,
-)
+from zoo.data.prepared.format import DamagedError, Manifest
 from zoo.data.prepared.hashes import hash_limit, number_of
 from zoo.data.prepared.prepare import prepare
 from zoo.data.rows import RowOptions
@@ -101,18 +91,18 @@ def open_prepared(folder: Location, cache: Path | None = None) -> Prepared:
             than the manifest says.
     """
     with explained(folder):
-        manifest = read_manifest(folder)
+        manifest = format.read_manifest(folder)
     if is_remote(folder):
         copies = Copies(folder, manifest, cache)
-        tokenizer, stem_of = load_tokenizer(copies.folder(TOKENIZER)), copies.stem
+        tokenizer, stem_of = load_tokenizer(copies.folder(format.TOKENIZER)), copies.stem
     else:
         tokenizer, stem_of = (
-            load_tokenizer(folder / TOKENIZER),
-            partial(shard_file, Path(folder), suffix=""),
+            load_tokenizer(folder / format.TOKENIZER),
+            partial(format.shard_file, Path(folder), suffix=""),
         )
         for number, record in enumerate(manifest.shards):
             for suffix, size in record.sizes.items():
-                check_size(Path(f"{stem_of(number)}{suffix}"), size, remedy(stem_of(number)))
+                format.check_size(Path(f"{stem_of(number)}{suffix}"), size, remedy(stem_of(number)))
     return Prepared(folder, manifest, tokenizer, *parts_of(manifest, stem_of))
 
 
@@ -125,12 +115,12 @@ def prepared_folder(files: str) -> Location | None:
     if not files or "," in files:
         return None
     folder = location(files, "data.files")
-    if (folder / MANIFEST).is_file():
+    if (folder / format.MANIFEST).is_file():
         return folder
-    if (folder / SHARDS).is_dir():
+    if (folder / format.SHARDS).is_dir():
         raise DamagedError(
-            f"data.files={files!r} has shards and no {MANIFEST}: `python -m zoo prepare` has not "
-            "finished it; run the same command again, which resumes it"
+            f"data.files={files!r} has shards and no {format.MANIFEST}: `python -m zoo prepare` "
+            "has not finished it; run the same command again, which resumes it"
         )
     return None
 
@@ -152,7 +142,6 @@ def prepared_by_itself(
         FileNotFoundError: a pattern matches no file.
         ValueError: it is too much to be prepared at the start of a run; or as `prepare`.
     """
-    patterns = [pattern.strip() for pattern in config.files.split(",")]
     bounded = label is rows is None  # a command could prepare it
     content: Any = given.version if given is not None else files_of(config, bounded=bounded)
     with tempfile.TemporaryDirectory() as temporary:
@@ -170,10 +159,10 @@ def prepared_by_itself(
             "label": label,
             "rows": rows,
         }
-        known = "bpe" if spec == "bpe" else tokenizer_digest(Path(temporary))
+        known = "bpe" if spec == "bpe" else format.tokenizer_digest(Path(temporary))
         hidden = sorted(hashed.hex() for hashed in without)
         key = hashlib.sha256(
-            json.dumps([VERSION, content, known, options, hidden]).encode()
+            json.dumps([format.VERSION, content, known, options, hidden]).encode()
         ).hexdigest()
         if config.cache is None:
             cache = Path(tempfile.mkdtemp(prefix="zoo-text-"))
@@ -181,9 +170,9 @@ def prepared_by_itself(
             cache = local_path(config.cache, "data.cache")
             files.make_folder(cache, "data.cache")
         folder = cache / "prepared" / key[:32]
-        if not (folder / MANIFEST).exists():
+        if not (folder / format.MANIFEST).exists():
             show = given is None and sum(size for _, size, _ in content) > 2**25
-            data = patterns if given is None else given
+            data = config.files if given is None else given
             prepare(data, folder, tokenizer=str(spec), without=without, show=show, **options)
     prepared = open_prepared(folder)
     if config.cache is None:
@@ -249,8 +238,15 @@ def check_named(prepared: Prepared, config: Any, default: Any) -> None:
         for name in ("tokenizer", "vocab_size", "field", "held_out", "special_tokens")
         if (value := getattr(config, name, None)) != getattr(default, name, None)
     }
-    if (spec := named.get("tokenizer")) is not None:
-        _check_spec(prepared, spec)
+    spec = named.get("tokenizer")
+    if spec in ("bytes", "bpe"):
+        if (spec == "bytes") != isinstance(prepared.tokenizer, ByteTokenizer):
+            raise ValueError(
+                f"data.tokenizer={spec!r}: {prepared.folder} was prepared with another "
+                f"({_described(prepared.tokenizer)}); {_REMEDY}"
+            )
+    elif spec is not None:
+        check_tokenizer(prepared, load_tokenizer(spec), f"data.tokenizer={spec!r}", _REMEDY)
     given = {**prepared.manifest.options, "vocab_size": prepared.tokenizer.vocab_size}
     given["special_tokens"] = prepared.reading
     for name in ("vocab_size", "field", "held_out", "special_tokens"):
@@ -259,16 +255,6 @@ def check_named(prepared: Prepared, config: Any, default: Any) -> None:
                 f"data.{name}={named[name]!r}: {prepared.folder} was prepared with {given[name]!r}"
                 f"; {_REMEDY}"
             )
-
-
-def _check_spec(prepared: Prepared, spec: str) -> None:
-    if spec not in ("bytes", "bpe"):
-        check_tokenizer(prepared, load_tokenizer(spec), f"data.tokenizer={spec!r}", _REMEDY)
-    elif (spec == "bytes") != isinstance(prepared.tokenizer, ByteTokenizer):
-        raise ValueError(
-            f"data.tokenizer={spec!r}: {prepared.folder} was prepared with another "
-            f"({_described(prepared.tokenizer)}); {_REMEDY}"
-        )
 
 
 def _described(tokenizer: Tokenizer) -> str:

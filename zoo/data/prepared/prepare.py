@@ -13,28 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from zoo.common import files
 from zoo.common.addresses import Location, explained, is_remote, location
 from zoo.common.files import Transfer
-from zoo.data.prepared import copies, engines, hashes
+from zoo.data.prepared import copies, engines, format, hashes
 from zoo.data.prepared.engines import Engine
-from zoo.data.prepared.format import (
-    MANIFEST,
-    RECORD,
-    SHARDS,
-    TOKENIZER,
-    TRAIN,
-    WORK,
-    Manifest,
-    dtype_of,
-    read_manifest,
-    shard_file,
-    tokenizer_digest,
-    work_file,
-    write_manifest,
-)
+from zoo.data.prepared.format import Manifest
 from zoo.data.prepared.hashes import PARTED
 from zoo.data.prepared.tokenizing import Spec, Tokenized, key_of, prepare_shard
 from zoo.data.rows import RowOptions
@@ -100,7 +84,7 @@ def prepare(
     if given is not None and tokenizer != "bytes":
         with tempfile.TemporaryDirectory() as temporary:
             given.save(Path(temporary))
-            kind = tokenizer_digest(Path(temporary))
+            kind = format.tokenizer_digest(Path(temporary))
     paths = {x.path for split in splits if isinstance(split, Split) for x in split.pieces}
     options: dict[str, Any] = {
         "files": len(data.documents) if isinstance(data, Given) else len(paths),
@@ -123,13 +107,13 @@ def prepare(
     with _locked(local):
         if (manifest := _begin(out, local, options, state)) is not None:
             return manifest
-        if not (local / TOKENIZER).exists():
+        if not (local / format.TOKENIZER).exists():
             texts = training_texts(splits, field, held_out)
-            partial = local / WORK / TOKENIZER
+            partial = local / format.WORK / format.TOKENIZER
             files.remove(partial)
             (given or BPETokenizer.train(texts, vocab_size)).save(partial)
             files.sync_all(partial)
-            partial.rename(local / TOKENIZER)
+            partial.rename(local / format.TOKENIZER)
             files.sync(local)
         count = workers or len(os.sched_getaffinity(0))
         address = str(out) if is_remote(out) else None
@@ -138,11 +122,12 @@ def prepare(
         manifest = dataclasses.replace(manifest, files=state)
         if is_remote(out):
             with explained(out):
-                write_manifest(out / MANIFEST, manifest)
+                content = format.manifest_text(manifest)
+                (out / format.MANIFEST).write_text(content, encoding="utf-8")
             files.remove(local)
         else:
-            files.replace(local / MANIFEST, lambda path: write_manifest(path, manifest))
-            files.remove(local / WORK)
+            files.replace(local / format.MANIFEST, format.manifest_text(manifest))
+            files.remove(local / format.WORK)
     return manifest
 
 
@@ -157,8 +142,9 @@ def _passes(
     show: bool,
 ) -> Manifest:
     """Write all shards, and copy them to the address if there is one; return their manifest."""
-    tokenizer, digest = load_tokenizer(out / TOKENIZER), tokenizer_digest(out / TOKENIZER)
-    dtype = dtype_of(tokenizer.vocab_size)
+    tokenizer = load_tokenizer(out / format.TOKENIZER)
+    digest = format.tokenizer_digest(out / format.TOKENIZER)
+    dtype = format.dtype_of(tokenizer.vocab_size)
     frame = 1 if begin_id(tokenizer) is None else 2
     label, rows = options.get("label"), options.get("rows")
     special_tokens = options.get("special_tokens", "text")
@@ -277,8 +263,10 @@ def training_texts(
 
 def _check_classes(label: str, classes: Sequence[str], shards: int, folder: Path) -> None:
     """Refuse a single class, and a class that is held out and not trained on."""
-    files = [shard_file(folder, number, TRAIN) for number in range(shards)]
-    found = set(np.concatenate([hashes.mapped(path, RECORD)["label"] for path in files]).tolist())
+    found = set[int]()
+    for number in range(shards):
+        records = hashes.mapped(format.shard_file(folder, number, format.TRAIN), format.RECORD)
+        found |= {*records["label"].tolist()}
     trained = [classes[i] for i in sorted(found)]
     if len(trained) < 2:
         raise ValueError(f"label={label!r} has the values {trained} to train on: it needs two")
@@ -291,7 +279,7 @@ def _check_classes(label: str, classes: Sequence[str], shards: int, folder: Path
 
 def _limit(folder: Path, shards: int, options: dict[str, Any], first: str) -> int:
     """The hash below which a document is held out; neither part is empty."""
-    paths = (work_file(folder, number, hashes.RECORDS) for number in range(shards))
+    paths = (format.work_file(folder, number, hashes.RECORDS) for number in range(shards))
     sorted_records = (hashes.mapped(path, hashes.RAW) for path in paths)
     ends = [hashes.number_of(found[i]) for found in sorted_records if len(found) for i in (0, -1)]
     lowest, highest = min(ends, default=0), max(ends, default=0)
@@ -313,10 +301,10 @@ def _begin(out: Location, local: Path, options: dict[str, Any], state: str) -> M
     `state` is the hash of the files' versions.
     """
     known: dict[str, Any] | None = None
-    manifest, work = None, local / WORK
+    manifest, work = None, local / format.WORK
     with explained(out):
-        if (out / MANIFEST).exists():
-            manifest = read_manifest(out)
+        if (out / format.MANIFEST).exists():
+            manifest = format.read_manifest(out)
             known, begun = manifest.options, manifest.files
         elif (work / OPTIONS).exists():
             known = json.loads((work / OPTIONS).read_text(encoding="utf-8"))
@@ -348,12 +336,11 @@ def _begin(out: Location, local: Path, options: dict[str, Any], state: str) -> M
     if known is not None and begun != state:  # shards of files that changed are made again
         stale += ["*.duplicates", f"*{PARTED}", "*.copied"]
         if options["tokenizer"] == "bpe":
-            files.remove(local / TOKENIZER)
+            files.remove(local / format.TOKENIZER)
     for path in [path for pattern in stale for path in work.glob(pattern)]:
         path.unlink()
-    content = json.dumps({**options, "state": state})
-    files.replace(work / OPTIONS, lambda path: path.write_text(content, encoding="utf-8"))
-    (local / SHARDS).mkdir(exist_ok=True)
+    files.replace(work / OPTIONS, json.dumps({**options, "state": state}))
+    (local / format.SHARDS).mkdir(exist_ok=True)
     return None
 
 
@@ -363,9 +350,9 @@ def _strange(out: Location) -> list[str]:
         return []
     names = {path.name for path in out.iterdir()}
     if is_remote(out):  # it may be another machine's, whose working folder is there
-        return sorted(names - {SHARDS, TOKENIZER})
-    begun = {path.name for path in (out / WORK).glob("*")}
-    return sorted(names - ({WORK} if begun <= {f"{OPTIONS}.tmp"} else set()))
+        return sorted(names - {format.SHARDS, format.TOKENIZER})
+    begun = {path.name for path in (out / format.WORK).glob("*")}
+    return sorted(names - ({format.WORK} if begun <= {f"{OPTIONS}.tmp"} else set()))
 
 
 def _hash_of(texts: Iterable[str]) -> str:

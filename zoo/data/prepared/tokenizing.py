@@ -17,30 +17,11 @@ import numpy as np
 from zoo.common import files
 from zoo.data.chats import ChatTemplate, Part
 from zoo.data.documents import functions_of
-from zoo.data.prepared import hashes
-from zoo.data.prepared.format import (
-    SOURCES,
-    SUMS,
-    TOKENIZER,
-    TOKENS,
-    WEIGHTS,
-    block_sums,
-    check_ids,
-    dtype_of,
-    shard_file,
-    work_file,
-)
+from zoo.data.prepared import format, hashes
 from zoo.data.rows import Counted, Form, RowOptions, encode_parts, read_rows
 from zoo.data.special_tokens import AS_TEXT
 from zoo.data.splits import Given, SourceDocument, Split, read_split
-from zoo.data.tokenizer import (
-    Reading,
-    Tokenizer,
-    count_special,
-    load_tokenizer,
-    reading,
-    unframed,
-)
+from zoo.data.tokenizer import Reading, Tokenizer, count_special, load_tokenizer, reading, unframed
 
 BATCH = 2**20  # characters that are tokenized at a time
 PIECE = 2**22  # of one document
@@ -102,7 +83,7 @@ def prepare_shard(
     if (done := finished(split, number, spec, folder)) is not None:
         return number, done
     tokenizer = _tokenizer(folder, spec.tokenizer)
-    kinds = (TOKENS, WEIGHTS, ".runs", ".raw")
+    kinds = (format.TOKENS, format.WEIGHTS, ".runs", ".raw")
     tokens, weights, runs, records = (_partial(folder, number, kind) for kind in kinds)
     with contextlib.ExitStack() as stack:
         stack.enter_context(files.named(tokens))
@@ -126,33 +107,32 @@ def prepare_shard(
         form=None if writer.form is None else writer.form.described,
         framed=writer.form is not None and writer.form.is_chat,
     )
-    sums, names = block_sums(tokens), json.dumps(split.names)
+    sums = format.block_sums(tokens)
     if spec.rows is None:
         weights.unlink()
     else:
-        sums += block_sums(weights)
-        _finish(weights, shard_file(folder, number, WEIGHTS))
-    files.replace(work_file(folder, number, SUMS), lambda path: path.write_bytes(sums))
-    files.replace(shard_file(folder, number, SOURCES), lambda path: path.write_text(names))
-    _finish(records, work_file(folder, number, hashes.RECORDS))
-    _finish(tokens, shard_file(folder, number, TOKENS))
-    content = json.dumps(dataclasses.asdict(done))
-    files.replace(work_file(folder, number, DONE), lambda path: path.write_text(content))
+        sums += format.block_sums(weights)
+        _finish(weights, format.shard_file(folder, number, format.WEIGHTS))
+    files.replace(format.work_file(folder, number, format.SUMS), sums)
+    files.replace(format.shard_file(folder, number, format.SOURCES), json.dumps(split.names))
+    _finish(records, format.work_file(folder, number, hashes.RECORDS))
+    _finish(tokens, format.shard_file(folder, number, format.TOKENS))
+    files.replace(format.work_file(folder, number, DONE), json.dumps(dataclasses.asdict(done)))
     return number, done
 
 
 def finished(split: Split | Given, number: int, spec: Spec, folder: Path) -> Tokenized | None:
     """The record of a split if its shard is whole, else None."""
     try:
-        content = json.loads(work_file(folder, number, DONE).read_text())
+        content = json.loads(format.work_file(folder, number, DONE).read_text())
         done = Tokenized(**{**content, "spec": Spec(**content["spec"])})
         sizes = [
-            shard_file(folder, number, TOKENS).stat().st_size,
-            work_file(folder, number, hashes.RECORDS).stat().st_size,
+            format.shard_file(folder, number, format.TOKENS).stat().st_size,
+            format.work_file(folder, number, hashes.RECORDS).stat().st_size,
         ]
     except (FileNotFoundError, ValueError, TypeError, LookupError):
         return None
-    dtype = np.dtype(dtype_of(_tokenizer(folder, spec.tokenizer).vocab_size))
+    dtype = np.dtype(format.dtype_of(_tokenizer(folder, spec.tokenizer).vocab_size))
     wanted = [done.tokens * dtype.itemsize, done.documents * hashes.RAW.itemsize]
     return done if (done.split, done.spec, sizes) == (split.version, spec, wanted) else None
 
@@ -226,7 +206,7 @@ class _Writer:
         self._keeps_empty = isinstance(split, Given) or spec.rows is not None
         self._tokenizer = reading(tokenizer, spec.special_tokens or "parse")
         self._token_file, self._weights_file, self._run_file = tokens, weights, runs
-        self._dtype = np.dtype(dtype_of(tokenizer.vocab_size)).newbyteorder("<")
+        self._dtype = np.dtype(format.dtype_of(tokenizer.vocab_size)).newbyteorder("<")
         self._pending: list[tuple[int, ...]] = []
         self.runs: list[int] = []  # their lengths
         self.documents = self.tokens = self.bytes = self.empty = self.special_tokens = 0
@@ -245,7 +225,7 @@ class _Writer:
                 self.empty += 1
                 self.first_empty = self.first_empty or name
                 continue
-            check_ids(ids, self._tokenizer.vocab_size, repr(name))
+            format.check_ids(ids, self._tokenizer.vocab_size, repr(name))
             self.special_tokens += count_special(self._tokenizer, document.text, ids, quoted)
             size = counted_bytes(example.parts)
             label = 0
@@ -341,12 +321,12 @@ def source_name(file: str, record: int) -> str:
 
 @functools.lru_cache(maxsize=1)
 def _tokenizer(folder: Path, digest: str) -> Tokenizer:  # a digest has one tokenizer
-    return load_tokenizer(folder / TOKENIZER)
+    return load_tokenizer(folder / format.TOKENIZER)
 
 
 def _partial(folder: Path, number: int, suffix: str) -> Path:
     # With the process: one that is just being killed may still be writing.
-    return work_file(folder, number, f"{suffix}.{os.getpid()}.partial")
+    return format.work_file(folder, number, f"{suffix}.{os.getpid()}.partial")
 
 
 def _finish(partial: Path, final: Path) -> None:

@@ -42,9 +42,7 @@ class Loop:
         self.attach(run.say, contextlib.nullcontext)
 
     def attach(
-        self,
-        print: Callable[[str], None],
-        pause: Callable[[], contextlib.AbstractContextManager],
+        self, print: Callable[[str], None], pause: Callable[[], contextlib.AbstractContextManager]
     ) -> None:
         """Set the functions that `say` and `pause` call while the loop runs."""
         self._print, self._pause = print, pause

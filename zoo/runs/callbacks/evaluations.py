@@ -113,12 +113,7 @@ class EarlyStopping(Callback):
 
     name = "early-stopping"
 
-    def __init__(
-        self,
-        metric: str = "eval_loss",
-        patience: int = 3,
-        mode: Mode = "min",
-    ):
+    def __init__(self, metric: str = "eval_loss", patience: int = 3, mode: Mode = "min"):
         check_value("mode", mode, Mode)
         require(patience >= 1, f"patience={patience}: must be at least 1")
         self.metric, self.patience, self.mode = metric, patience, mode
