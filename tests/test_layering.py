@@ -77,7 +77,7 @@ CEILINGS = {
     "training": 2730,
     "decoding": 1372,
     "publishing": 1807,
-    "hf": 6180,
+    "hf": 5898,
     "runs": 4994,
     "tasks": 1644,
     "alignment": 1989,
