@@ -357,6 +357,13 @@ def bytes_read() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
+def flip_bit(path, at=None, bit=2):
+    """Change a bit of a file, in its midst unless a place is given."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 if at is None else at] ^= 1 << bit
+    path.write_bytes(content)
+
+
 def write_tokenizer(folder, *, begins=True, config=(), template=None, **beside):
     """A folder like a published model's: byte pairs, special tokens, and JSON files beside them.
 

@@ -11,7 +11,6 @@ from stores import proxy
 from test_formats import web, write_parquet
 
 from zoo import text
-from zoo.common.addresses import location
 from zoo.common.files import AddressError
 from zoo.data import mixed_text as mixed
 from zoo.data.mixed_text import read_mixture
@@ -78,21 +77,6 @@ def test_a_prepared_folder_beside_text_gives_its_tokenizer(tmp_path, folder, pat
     assert data.sources["code"].fingerprint == format.read_manifest(folder).fingerprint
     rows = np.concatenate([data.train.batch(k)["source"] for k in range(10)])
     assert np.count_nonzero(rows[:40] == 0) == 28
-
-
-def test_a_prepared_address_is_a_source(tmp_path, folder, pattern):
-    address = f"memory://mixed-{hashlib.md5(str(tmp_path).encode()).hexdigest()}/corpus"
-    for path in folder.rglob("*"):
-        if path.is_file():
-            (location(address, "x") / path.relative_to(folder)).write_bytes(path.read_bytes())
-    there = load(tmp_path, f"code={address}:1,help={pattern}:1")
-    copies = lambda: [*(tmp_path / "cache" / "copies").rglob("*.tokens")]
-    assert len(there.sources["code"].held_out_documents) > 4
-    here = load(tmp_path, f"code={folder}:1,help={pattern}:1")
-    for k in (0, 7):
-        np.testing.assert_array_equal(there.train.batch(k)["tokens"], here.train.batch(k)["tokens"])
-    assert copies() != []
-    assert there.fingerprint == here.fingerprint
 
 
 def test_sources_of_toml_files_are_no_table(tmp_path):

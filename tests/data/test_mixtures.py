@@ -207,7 +207,7 @@ def make_dataset(rows="packed", stages=STAGES):
 def test_batches_are_functions_of_k_in_any_parts(rows):
     dataset = make_dataset(rows)
     taken = collections.Counter()
-    for k in range(12):
+    for k in range(8):
         batch = dataset.batch(k)
         assert batch.keys() == {*TOKEN_BATCH, "source"}
         shapes = dataset.shapes()[dataset.bucket(k)]
@@ -215,13 +215,11 @@ def test_batches_are_functions_of_k_in_any_parts(rows):
             n: (x.shape, x.dtype) for n, x in shapes.items()
         }
         assert batch["tokens"].shape == (8, dataset.bucket(k))
-        fresh = make_dataset(rows)  # after a kill
-        for parts in (2, 4):
-            held = [slice(i * 8 // parts, (i + 1) * 8 // parts) for i in range(parts)]
-            pieces = [fresh.batch(k, part) for part in held]
-            for name in batch:
-                joined = np.concatenate([piece[name] for piece in pieces])
-                np.testing.assert_array_equal(joined, batch[name])
+        fresh = make_dataset(rows) if k % 4 == 3 else dataset  # after a kill
+        pieces = [fresh.batch(k, part) for part in (slice(0, 2), slice(2, 8))]
+        for name in batch:
+            joined = np.concatenate([piece[name] for piece in pieces])
+            np.testing.assert_array_equal(joined, batch[name])
         # The rows are those of the sources' own datasets, one after the other.
         for row in range(8):
             one, _ = dataset.schedule.locate(8 * k + row if rows == "packed" else k)
@@ -239,7 +237,7 @@ def test_batches_are_functions_of_k_in_any_parts(rows):
                 row
             ].any()
             taken[name] += 1
-    epochs = dataset.epochs(12)
+    epochs = dataset.epochs(8)
     for name, count in taken.items():
         assert count > 8
         assert epochs[name] == count / dataset.datasets[name].num_rows

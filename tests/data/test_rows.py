@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from helpers import write_tokenizer
+from helpers import flip_bit, write_tokenizer
 from prepared_parts import corpus_of, rows_in
 from test_tokenizer import KINDS
 
@@ -400,7 +400,7 @@ def test_a_killed_start_takes_up_the_shards_of_rows(tmp_path, monkeypatch):
         records = [{"prompt": f"{file}{i}", "completion": f"{i}" * 20} for i in range(40)]
         write(tmp_path / f"{file}.jsonl", records)
     data, whole = str(tmp_path / "*.jsonl"), tmp_path / "whole"
-    expected = prepare(data, whole, **STORED)
+    expected = prepare(data, whole, workers=1, **STORED)
 
     def killed(*arguments):
         raise KeyboardInterrupt
@@ -415,10 +415,7 @@ def test_a_killed_start_takes_up_the_shards_of_rows(tmp_path, monkeypatch):
     assert len(found.shards) > 1
     assert found == expected
     assert command.verify(tmp_path / "out") == (1 + 6 * len(found.shards), [])
-    weights = tmp_path / "out" / "shards" / "00000000.weights"
-    content = bytearray(weights.read_bytes())
-    content[3] ^= 1
-    weights.write_bytes(content)
+    flip_bit(tmp_path / "out" / "shards" / "00000000.weights", 3, 0)
     assert "00000000.weights: block 0" in command.verify(tmp_path / "out")[1][0]
 
 

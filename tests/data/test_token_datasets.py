@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+from helpers import flip_bit
 from prepared_parts import LENGTHS, SEPARATOR, make_parts
 
 from zoo.common import files
@@ -50,29 +51,23 @@ def assert_equal(batch, other):
 
 def random_lengths(seed):
     rng = np.random.default_rng(seed)
-    return [*rng.integers(0, rng.integers(2, 60), rng.integers(4, 40)).tolist(), 1]
+    return [*rng.integers(0, rng.integers(20, 60), rng.integers(12, 24)).tolist(), 1]
 
 
 @both
 @pytest.mark.parametrize("ends", [SEPARATOR, (None, 298), (297, None)])
 def test_rows_are_those_in_one_shard(make_dataset, ends):
     """Both cut the same documents at the same places, in the same order."""
-    for seed in range(2):
-        options = {
-            "lengths": random_lengths(seed),
-            "seed": seed,
-            "shuffle": seed % 2 == 0,
-            "ends": ends,
-        }
-        for batch_size in (1, 4):
-            dataset = make_dataset(batch_size=batch_size, **options)
-            wanted = make_dataset(batch_size=batch_size, in_one_shard=True, **options)
-            for name in ("batches_per_epoch", "num_rows", "buckets", "padding_waste"):
-                assert getattr(dataset, name) == pytest.approx(getattr(wanted, name)), name
-            assert dataset.describe_buckets() == wanted.describe_buckets()
-            for k in range(2 * dataset.batches_per_epoch):
-                assert dataset.bucket(k) == wanted.bucket(k)
-                assert_equal(dataset.batch(k), wanted.batch(k))
+    for seed, batch_size in ((0, 4), (1, 1)):
+        options = {"seed": seed, "shuffle": seed == 0, "ends": ends, "batch_size": batch_size}
+        dataset = make_dataset(random_lengths(seed), **options)
+        wanted = make_dataset(random_lengths(seed), in_one_shard=True, **options)
+        for name in ("batches_per_epoch", "num_rows", "buckets", "padding_waste"):
+            assert getattr(dataset, name) == pytest.approx(getattr(wanted, name)), name
+        assert dataset.describe_buckets() == wanted.describe_buckets()
+        for k in range(2 * dataset.batches_per_epoch):
+            assert dataset.bucket(k) == wanted.bucket(k)
+            assert_equal(dataset.batch(k), wanted.batch(k))
 
 
 @packed
@@ -101,9 +96,7 @@ def test_the_index_of_rows_is_made_once(make_dataset, tmp_path, monkeypatch):
     make_dataset(too_long="truncate")
     make_dataset(LENGTHS[1:])
     assert len(sorted((tmp_path / "cache" / "rows").rglob("index.rows"))) == 3
-    content = bytearray(entries[0].read_bytes())
-    content[17] ^= 1
-    entries[0].write_bytes(content)
+    flip_bit(entries[0], 17)
     with pytest.raises(ValueError, match=f"index.rows: block 0 .*remove {entries[0].parent}"):
         epoch_of(make_dataset())
 

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 import test_loop
-from helpers import drawn_transformer, low, only_norms, parameters
+from helpers import drawn_transformer, flip_bit, low, only_norms, parameters
 from test_loop import (
     HELD_OUT,
     Bigram,
@@ -38,6 +38,7 @@ from zoo.runs import checkpoint
 from zoo.runs.callbacks.evaluations import save_somehow
 from zoo.runs.checkpoint import CheckpointError
 from zoo.runs.metrics import read_metrics
+from zoo.runs.monitor import CompileCounter
 from zoo.runs.processes import RunError
 
 no_curves = test_loop.no_curves
@@ -323,37 +324,27 @@ class Counting(callbacks.Callback):
         self.ended = True
 
 
-def test_values_of_absent_callbacks_are_dropped_aloud(tmp_path, capsys):
+def test_callbacks_that_go_or_come_are_named(tmp_path, capsys):
     fit(config(tmp_path, steps=4), Counting())
     fit(config(tmp_path, steps=8))
     assert "the callback 'counting' is not there any more" in capsys.readouterr().out
-
-
-def test_arrays_of_absent_callbacks_are_refused(tmp_path):
-    fit(config(tmp_path, steps=4), Recording())
-    with pytest.raises(
-        RunError, match="has arrays of the callback 'recording', which would be los"
-    ):
-        fit(config(tmp_path), Counting())
-    fit(config(tmp_path), Recording())
-
-
-def test_new_callbacks_start_anew_aloud(tmp_path, capsys):
-    fit(config(tmp_path, steps=4))
     counting, bare = Counting(), type("Bare", (callbacks.Callback,), {})()
-    fit(config(tmp_path, steps=8), counting, bare)
+    fit(config(tmp_path), counting, bare)
     output = capsys.readouterr().out
     assert "has no state of the callback 'counting': it starts anew" in output
     assert "'bare'" not in output
     assert counting.values == {"steps": 4}
 
 
-def test_other_arrays_of_a_callback_are_refused(tmp_path):
+def test_arrays_of_absent_and_of_other_callbacks_are_refused(tmp_path):
     fit(config(tmp_path, steps=4), Recording())
+    with pytest.raises(RunError, match="arrays of the callback 'recording', which would be lost"):
+        fit(config(tmp_path), Counting())
     other = Recording()
     other.arrays = {"sum": jnp.zeros(3)}
-    with pytest.raises(zoo.runs.checkpoint.CheckpointError, match=r"callbacks\.recording\.sum"):
+    with pytest.raises(CheckpointError, match=r"callbacks\.recording\.sum"):
         fit(config(tmp_path), other)
+    fit(config(tmp_path), Recording())
 
 
 def test_damaged_arrays_of_a_callback_fall_back_to_the_step_before(tmp_path, caplog):
@@ -419,13 +410,9 @@ class Marked(callbacks.Callback):
 
 def flip(folder):
     """Change a bit in the midst of the largest file of a folder; its size."""
-    path = max(
-        (path for path in folder.rglob("*") if path.is_file()), key=lambda x: x.stat().st_size
-    )
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    return len(data)
+    path = max((x for x in folder.rglob("*") if x.is_file()), key=lambda x: x.stat().st_size)
+    flip_bit(path)
+    return path.stat().st_size
 
 
 # --- Stopping ---------------------------------------------------------------------------------
@@ -555,26 +542,37 @@ def averaged(weights, decay, *, warmup):
     return average
 
 
-@pytest.mark.parametrize("warmup", [True, False])
-def test_average_follows_its_formula(warmup, tmp_path):
-    average, weights = callbacks.Average(0.9, warmup=warmup), Weights()
-    fit(config(tmp_path, steps=6), average, weights)
-    assert len(weights.seen) == 7
-    np.testing.assert_allclose(
-        average.model.head, averaged(weights.seen, 0.9, warmup=warmup), rtol=1e-5
-    )
-    assert not np.allclose(average.model.head, weights.seen[-1], rtol=1e-2)
+class Compiles(callbacks.Callback):
+    """Counts the compiles after the first step."""
+
+    def on_step(self, loop, step, *_):
+        if step == 1:
+            self.counter = CompileCounter()
+            self.counter.__enter__()
+
+    def on_end(self, *_):
+        self.counter.__exit__(None, None, None)
 
 
-def test_skipped_steps_do_not_move_the_average(tmp_path):
+def test_averages_follow_their_formula_without_skipped_steps_and_compiles(tmp_path):
     dataset = poisoned_dataset(7)
     bad = poisoned_steps(dataset, 12)
     assert bad
-    average, weights = callbacks.Average(0.9), Weights()
+    warm, plain, weights, compiles = (
+        *(callbacks.Average(0.9, warmup=warmup) for warmup in (True, False)),
+        Weights(),
+        Compiles(),
+    )
+    plain.name = "plain"
     options = {"dataset": dataset, "loss_fn": poisoned}
-    fit(config(tmp_path, on_nonfinite="skip"), average, weights, **options)
+    fit(config(tmp_path, on_nonfinite="skip"), warm, plain, weights, compiles, **options)
+    assert len(weights.seen) == 13
     kept = [x for step, x in enumerate(weights.seen) if step not in bad]
-    np.testing.assert_allclose(average.model.head, averaged(kept, 0.9, warmup=True), rtol=1e-5)
+    for average in (warm, plain):
+        wanted = averaged(kept, 0.9, warmup=average is warm)
+        np.testing.assert_allclose(average.model.head, wanted, rtol=1e-5)
+        assert not np.allclose(average.model.head, weights.seen[-1], rtol=1e-2)
+    assert compiles.counter.compiles == 0
 
 
 def size(model, whole):
@@ -655,21 +653,6 @@ def test_unfit_decays_are_refused(tmp_path):
         config(tmp_path, average=1.5)
     with pytest.raises(ValueError, match="keep_best='average/eval_loss': needs --average"):
         config(tmp_path, keep_best="average/eval_loss")
-
-
-def test_averages_update_without_compiles_in_the_loop(tmp_path):
-    class Counted(callbacks.Callback):
-        def on_step(self, loop, step, *_):
-            if step == 1:
-                self.counter = zoo.runs.monitor.CompileCounter()
-                self.counter.__enter__()
-
-        def on_end(self, *_):
-            self.counter.__exit__(None, None, None)
-
-    counted = Counted()
-    fit(config(tmp_path), counted, callbacks.Average())
-    assert counted.counter.compiles == 0
 
 
 # --- The best model ---------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import xla
-from helpers import bytes_read
+from helpers import bytes_read, flip_bit
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
@@ -224,12 +224,6 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def flip_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
-    path.write_bytes(content)
-
-
 def become_a_folder(path: Path) -> None:
     path.unlink()
     path.mkdir()
@@ -248,13 +242,17 @@ def two_steps(tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def folder(two_steps, tmp_path):
+    """A copy of both steps."""
+    return Path(shutil.copytree(two_steps, tmp_path / "copy"))
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_steps_fall_back_with_warning(two_steps, tmp_path, caplog, opened, damage):
+def test_damaged_steps_fall_back_with_warning(folder, two_steps, caplog, opened, damage):
     names = [p.relative_to(two_steps) for p in two_steps.glob("2/**/*") if p.is_file()]
     assert len(names) >= 8
     like, good = make_state(0), host(make_state(1))
-    folder = tmp_path / "copy"
-    shutil.copytree(two_steps, folder)
     checkpointer = opened(folder)
     for name in names:
         damage(folder / name)
@@ -274,9 +272,7 @@ def test_damaged_steps_fall_back_with_warning(two_steps, tmp_path, caplog, opene
     assert checkpointer.restore(like)[1] == 2
 
 
-def test_permission_errors_are_not_damage(two_steps, tmp_path, opened, monkeypatch):
-    folder = tmp_path / "copy"
-    shutil.copytree(two_steps, folder)
+def test_permission_errors_are_not_damage(folder, opened, monkeypatch):
     refused = folder / "2" / "meta.json"
 
     def open_(path, *arguments, **options):
@@ -290,9 +286,7 @@ def test_permission_errors_are_not_damage(two_steps, tmp_path, opened, monkeypat
     assert refused.exists()
 
 
-def test_restore_without_undamaged_step_fails(two_steps, tmp_path, opened):
-    folder = tmp_path / "copy"
-    shutil.copytree(two_steps, folder)
+def test_restore_without_undamaged_step_fails(folder, opened):
     flip_bit(folder / "2" / "meta.json")
     (folder / "1" / "checksums.json").unlink()
     checkpointer = opened(folder)
@@ -312,9 +306,7 @@ def test_renamed_step_folders_are_damaged(two_steps, tmp_path, opened):
         opened(folder).restore(make_state(0))
 
 
-def test_damaged_steps_can_be_saved_again(two_steps, tmp_path, opened):
-    folder = tmp_path / "copy"
-    shutil.copytree(two_steps, folder)
+def test_damaged_steps_can_be_saved_again(folder, opened):
     checkpointer = opened(folder)
     for _ in range(2):
         flip_bit(folder / "2" / "meta.json")
@@ -363,7 +355,7 @@ def test_donated_buffers_are_saved_intact(opened, spec):
 
     step_fn = jax.jit(update, donate_argnums=0, out_shardings=shardings)
     arrays, static = eqx.partition(state, eqx.is_array)
-    for step in range(1, 5):
+    for step in (1, 2):
         expected = host(arrays)
         checkpointer.save(step, eqx.combine(arrays, static), {})
         for _ in range(20):
@@ -440,9 +432,7 @@ def newest(folder: Path) -> int:
     return max((int(path.name) for path in folder.iterdir() if path.name.isdigit()), default=0)
 
 
-def test_uncommitted_steps_are_discarded(two_steps, tmp_path, caplog, opened):
-    folder = tmp_path / "copy"
-    shutil.copytree(two_steps, folder)
+def test_uncommitted_steps_are_discarded(folder, caplog, opened):
     killed = (folder / "2").rename(folder / "2.tmp")
     checkpointer = opened(folder)
     assert "2.tmp" in caplog.text
@@ -481,16 +471,14 @@ def test_one_flipped_bit_is_found(two_large_steps, tmp_path, caplog):
     files_of = lambda folder: sorted(path for path in folder.rglob("*") if path.is_file())
     files = files_of(two_large_steps / "2")
     large = [path for path in files if path.stat().st_size > 2**20]
-    small = [files[i] for i in rng.permutation(len(files))[:3]]
+    small = [files[i] for i in rng.permutation(len(files))[:1]]
     assert large
     for number, path in enumerate([*large, *small]):
         folder = tmp_path / str(number)
         shutil.copytree(two_large_steps, folder)
         damaged = folder / path.relative_to(two_large_steps)
-        content = bytearray(damaged.read_bytes())
-        place = int(rng.integers(len(content)))
-        content[place] ^= 1 << int(rng.integers(8))
-        damaged.write_bytes(content)
+        place = int(rng.integers(damaged.stat().st_size))
+        flip_bit(damaged, place, int(rng.integers(8)))
         checkpointer = Checkpointer(folder)
         like = skeleton(make_state(0, size=2**17), make_mesh("fsdp=2,tensor=4"))
         state, step, _ = checkpointer.restore(like)
@@ -555,9 +543,7 @@ def test_whole_steps_are_verified_byte_by_byte(two_large_steps, tmp_path):
     assert len(list((two_large_steps / "2").rglob("*"))) > 5
     shutil.copytree(two_large_steps / "2", tmp_path / "2")
     large = max((tmp_path / "2").rglob("d/*"), key=lambda path: path.stat().st_size)
-    content = bytearray(large.read_bytes())
-    content[len(content) // 3] ^= 1
-    large.write_bytes(content)
+    flip_bit(large)
     [line] = problems(tmp_path / "2")
     assert "cannot be read" in line
     assert "Digest mismatch" in line

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import flip_bit
 from jaxtyping import Array, Float
 
 import zoo
@@ -228,9 +229,7 @@ def test_another_base_is_refused_before_it_is_loaded(tmp_path):
         fit_shift(config(tmp_path, steps=6), "", load)
 
     [file] = (tmp_path / "run" / "checkpoints" / "3" / "arrays" / "d").iterdir()
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 4
-    file.write_bytes(content)
+    flip_bit(file)
     with pytest.raises(CheckpointError, match="is damaged"):
         fit_shift(config(tmp_path, steps=6), load=load)
 
@@ -255,11 +254,14 @@ def test_other_data_is_refused_at_resume(tmp_path):
     fit(config(tmp_path), fingerprint="a")
 
 
-def test_logged_metrics_belong_to_their_step(tmp_path):
+def test_metrics_and_checkpoints_belong_to_their_step(tmp_path, monkeypatch):
     schedule = optax.cosine_decay_schedule(1e-2, 30)
-    every, some = config(tmp_path / "every", log_every=1), config(tmp_path / "some", eval_every=7)
+    monkeypatch.setattr(planner, "make_job", lambda *_: pytest.fail("a run needs no plan"))
+    every = config(tmp_path / "every", log_every=1)
+    some = config(tmp_path / "some", eval_every=7, checkpoint_every=8, keep_checkpoints=2)
     fit(every, schedule=schedule)
     fit(some, schedule=schedule)
+    assert checkpoints(some) == [24, 30]
     assert list(lines(every)) == list(range(1, 31))
     assert list(lines(some)) == [1, 10, 20, 30]
     assert list(lines(some, "eval_loss")) == [7, 14, 21, 28, 30]
@@ -282,13 +284,6 @@ def test_epochs_without_steps_are_refused(tmp_path):
         pytest.raises(ValueError, match=r"epochs=2\.0: .*run\.steps_of\(dataset\)"),
     ):
         zoo.fit(run, training())
-
-
-def test_checkpoints_follow_cadence_and_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(planner, "make_job", lambda *_: pytest.fail("a run needs no plan"))
-    run = config(tmp_path, steps=10, checkpoint_every=4, keep_checkpoints=2)
-    fit(run)
-    assert checkpoints(run) == [8, 10]
 
 
 def test_a_step_without_memory_is_explained_by_the_planner(tmp_path, monkeypatch):
@@ -684,37 +679,27 @@ def test_second_interrupt_exits_immediately(tmp_path):
 # --- Compiles ---------------------------------------------------------------------------------
 
 
-def test_nothing_is_compiled_in_the_loop(tmp_path, monkeypatch):
-    dataset = make_dataset(300, lengths=(2, 30))
+def test_each_bucket_compiles_once_and_nothing_in_the_loop(tmp_path, monkeypatch):
+    dataset = make_dataset(100, lengths=(2, 30))
     dataset = zoo.BucketedDataset(dataset.corpus, SEPARATOR, (8, 16, 32), 4)
-    assert len(dataset.buckets) == 3
-    assert {dataset.bucket(k) for k in range(200)} == {8, 16, 32}
+    assert {dataset.bucket(k) for k in range(40)} == {8, 16, 32}
     counter, batches = CompileCounter(), zoo.runs.loop.batches
+    compiles, compile = [], CompiledStep.compile
 
     def counting(*arguments, **options):
         with counter:
             yield from batches(*arguments, **options)
 
-    monkeypatch.setattr(zoo.runs.loop, "batches", counting)
-    run = config(tmp_path, steps=200, checkpoint_every=50, eval_every=50)
-    fit(run, dataset, schedule=optax.cosine_decay_schedule(1e-2, 200))
-    assert counter.compiles == 0
-
-
-def test_each_bucket_compiles_once(tmp_path, monkeypatch):
-    dataset = zoo.BucketedDataset(
-        make_dataset(100, lengths=(2, 30)).corpus, SEPARATOR, (8, 16, 32), 4
-    )
-    compiles = []
-    compile = CompiledStep.compile
-
     def counted(step, *arguments):
-        with CompileCounter() as counter:
+        with CompileCounter() as own:
             compile(step, *arguments)
-        compiles.append(counter.compiles)
+        compiles.append(own.compiles)
 
+    monkeypatch.setattr(zoo.runs.loop, "batches", counting)
     monkeypatch.setattr(CompiledStep, "compile", counted)
-    fit(config(tmp_path, steps=3), dataset)
+    run = config(tmp_path, steps=40, checkpoint_every=10, eval_every=10)
+    fit(run, dataset, schedule=optax.cosine_decay_schedule(1e-2, 40))
+    assert counter.compiles == 0
     assert compiles == [1, 1, 1]  # a bucket at a time
 
 
