@@ -78,7 +78,7 @@ CEILINGS = {
     "decoding": 1372,
     "publishing": 1807,
     "hf": 5898,
-    "runs": 4994,
+    "runs": 4986,
     "tasks": 1644,
     "alignment": 1989,
     "planning": 3034,
