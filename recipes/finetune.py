@@ -37,7 +37,8 @@ def main(config: Config) -> None:
     """Train, evaluate, save, and show before and after."""
     with zoo.Run(config) as run:
         base = finetuning.Base(run)
-        data = finetuning.read_text(run, base.tokenizer, label=config.label)
+        closed = not base.skeleton.is_causal
+        data = finetuning.read_text(run, base.tokenizer, label=config.label, closed=closed)
         train = finetuning.train_classifier if config.label else preferences.train
         train(run, base, data)
 

@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from zoo.data import text as text
     from zoo.data import tokenizer as tokenizer
     from zoo.data.datasets import Dataset as Dataset
+    from zoo.data.labelled import LabelledDataset as LabelledDataset
     from zoo.data.sources import ArrayDataset as ArrayDataset
     from zoo.data.sources import batches as batches
     from zoo.data.token_datasets import BucketedDataset as BucketedDataset
-    from zoo.data.token_datasets import LabelledDataset as LabelledDataset
     from zoo.data.token_datasets import PackedDataset as PackedDataset
     from zoo.data.tokenizer import Tokenizer as Tokenizer
     from zoo.decoding.beam_search import beam_search as beam_search
@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from zoo.wrappers import ensemble as ensemble
     from zoo.wrappers import lora as lora
     from zoo.wrappers.classifier import Classifier as Classifier
+    from zoo.wrappers.classifier import TokenClassifier as TokenClassifier
 
 
 # The same imports, by modules: made at the first use of a name (tests/test_layering.py compares).
@@ -96,7 +97,8 @@ _HOMES = {
     "zoo.data": "tabular text tokenizer",
     "zoo.data.datasets": "Dataset",
     "zoo.data.sources": "ArrayDataset batches",
-    "zoo.data.token_datasets": "BucketedDataset LabelledDataset PackedDataset",
+    "zoo.data.labelled": "LabelledDataset",
+    "zoo.data.token_datasets": "BucketedDataset PackedDataset",
     "zoo.data.tokenizer": "Tokenizer",
     "zoo.decoding.beam_search": "beam_search",
     "zoo.decoding.drawing": "Sampling",
@@ -118,7 +120,7 @@ _HOMES = {
     "zoo.training.state": "TrainState init_state",
     "zoo.training.step": "make_eval_step make_train_step",
     "zoo.wrappers": "ensemble lora",
-    "zoo.wrappers.classifier": "Classifier",
+    "zoo.wrappers.classifier": "Classifier TokenClassifier",
 }
 _NAMES = {name: home for home, names in _HOMES.items() for name in names.split()}
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import zoo
 from zoo.alignment.pairs import PairDataset
-from zoo.data import loader, packing, token_datasets
+from zoo.data import labelled, loader, packing, token_datasets
 from zoo.data.corpus import Corpus
 from zoo.data.mixtures import MixtureDataset, Stage
 from zoo.sharding import batch_sharding, make_mesh
@@ -331,7 +331,7 @@ def made_datasets():
         documents = [np.arange(n) % 5 + 1 for n in (4, 6, 8, 2)]
         documents[-1][-1] = last
         corpus = Corpus.from_arrays(documents, 50, 47, counts=counts)
-        if cls is token_datasets.LabelledDataset:
+        if cls is labelled.LabelledDataset:
             return cls(corpus, options.pop("labels"), 0, (16,), 2, seed)
         return cls(corpus, 0, batch_size=2, seed=seed, **options)
 
@@ -343,7 +343,7 @@ def made_datasets():
         make(seq_len=16, counts=[*counts[:3], np.asarray([True, False])]),
         *(make(token_datasets.BucketedDataset, **rows), make(PairDataset, **rows)),
         make(PairDataset, **rows).with_reference(np.zeros((2, 2), "f4")),
-        *(make(token_datasets.LabelledDataset, labels=labels) for labels in (first, other)),
+        *(make(labelled.LabelledDataset, labels=labels) for labels in (first, other)),
         MixtureDataset({"a": make(seq_len=8), "b": make(seq_len=8, last=4)}, [Stage(0, (1, 1))]),
         MixtureDataset({"a": make(seq_len=8), "b": make(seq_len=8, last=4)}, [Stage(0, (1, 2))]),
     ]
@@ -376,7 +376,7 @@ def test_fingerprints_of_token_datasets_tell_them_apart():
 def test_labelled_batches_are_filled_up_with_other_rows(lengths, counted, added):
     corpus = Corpus.from_arrays([np.full(n, i) for i, n in enumerate(lengths)], 50, 47)
     labels = np.arange(len(lengths), dtype=np.int32)
-    dataset = token_datasets.LabelledDataset(corpus, labels, 49, (4, 8), 4, shuffle=False)
+    dataset = labelled.LabelledDataset(corpus, labels, 49, (4, 8), 4, shuffle=False)
     assert dataset.batches_per_epoch == len(counted)
     for k, rows in enumerate(counted):
         batch = dataset.batch(k)
@@ -393,7 +393,7 @@ def test_labelled_batches_are_filled_up_with_other_rows(lengths, counted, added)
 
 def test_rows_that_fill_up_a_batch_change_with_the_epoch():
     corpus = Corpus.from_arrays([np.full(3, i) for i in range(20)], 50, 47)
-    dataset = token_datasets.LabelledDataset(corpus, np.arange(20, dtype=np.int32), 49, (4,), 8)
+    dataset = labelled.LabelledDataset(corpus, np.arange(20, dtype=np.int32), 49, (4,), 8)
     added = []
     for epoch in range(4):
         held = [dataset.batch(3 * epoch + k) for k in range(3)]
@@ -407,7 +407,7 @@ def test_rows_that_fill_up_a_batch_change_with_the_epoch():
 def test_each_document_needs_a_label():
     corpus = Corpus.from_arrays([np.arange(3), np.arange(4)], 50, 7)
     with pytest.raises(ValueError, match="1 labels for 2 documents"):
-        token_datasets.LabelledDataset(corpus, np.zeros(1, np.int32), 49)
+        labelled.LabelledDataset(corpus, np.zeros(1, np.int32), 49)
 
 
 def counted_dataset(corpus, ends, seq_len, **options):

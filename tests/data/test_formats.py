@@ -163,6 +163,7 @@ ROWS = 'text,n\r\n"say ""hi""\r\nagain",1\r\nö,2\r\n'.encode()
         ("a.ndjson", lines(["x"] * 99), [(number, "x") for number in range(1, 100)]),
         ("bom.jsonl", b"\xef\xbb\xbf" + lines(["x"]), [(1, "x")]),
         ("a.csv", ROWS, [(3, 'say "hi"\r\nagain'), (4, "ö")]),
+        ("a.fasta", b">a x\nMKT\r\nV\n\n>b\nA\n", [(1, "MKTV"), (5, "A")]),
         ("a.txt", TEXT.encode(), [(0, TEXT)]),
         ("README", TEXT.encode(), [(0, TEXT)]),
         ("a.PY", b"", [(0, "")]),
@@ -193,6 +194,10 @@ def test_labels_are_read_beside_texts(tmp_path):
     assert labelled(path, "kind") == [(3, "two\nlines, one row", "x"), (4, 'say "hi"', "y")]
     path = write(tmp_path / "b.csv", "text,kind\rhello,x\rworld,y\r")  # as old programs end lines
     assert labelled(path, "kind") == [(2, "hello", "x"), (3, "world", "y")]
+    path = write(tmp_path / "a.faa", ">P1 Some name kind=in membrane OX=9606\nMK\nV\n")
+    assert labelled(path, "kind") == [(1, "MKV", "in membrane")]
+    assert labelled(path, "OX") == [(1, "MKV", "9606")]
+    assert labelled(path, "id") == [(1, "MKV", "P1")]
     path = write(tmp_path / "a.jsonl", '{"text": "x", "stars": 5}\n{"text": "y", "stars": "1"}')
     assert labelled(path, "stars") == [(1, "x", "5"), (2, "y", "1")]
 
@@ -289,6 +294,9 @@ def error_of(pattern, kind=ValueError, field="text", shard_bytes=MIB) -> str:
         ),
         ("a.jsonl.zst", zstd(lines("xy"))[:-3], "{} is no whole .zst file: it ends within a frame"),
         ("a.jsonl.zst", zstd(lines("xy"), b"")[:-3], "no whole .zst file: it ends within a frame"),
+        ("a.fasta", b"\nMKV\n", "{}, line 2 is no FASTA: a sequence comes after a line with >"),
+        ("a.fasta", b">a\n>b\nMKV\n", "{}, line 1: the header has no sequence below it"),
+        ("a.fasta", b">a\nMKV\n>b", "{}, line 3: the header has no sequence below it"),
         ("a.parquet", b"PAR1 no such thing", "{} is no Parquet file, or damaged from row 0"),
     ],
 )

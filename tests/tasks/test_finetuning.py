@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tokenizers
 import tyro
-from helpers import arrays, write_tokenizer
+from helpers import arrays, write_esm, write_tokenizer
 from jax.experimental.compilation_cache import compilation_cache
 from recipe_cases import Recipe, shared
 
@@ -155,6 +155,51 @@ def test_labelled_rows_train_a_classifier(body, tune, tmp_path, capsys):
     assert isinstance(model, zoo.Classifier)
     ids = jnp.asarray([[256, *b"99 up"]], jnp.int32)
     assert model(ids).argmax() == 1
+
+
+AROMATIC = {*"FWY"}
+
+
+@pytest.fixture
+def proteins(tmp_path):
+    """Random sequences in FASTA and CSV, with a class and a tag per letter; ESM-2's folder."""
+    write_esm(tmp_path / "esm")
+    rng, found = np.random.default_rng(0), []
+    for _ in range(200):
+        sequence = "".join(rng.choice([*"ACDEFGHIKLMNPQRSTVWY"], rng.integers(10, 30)))
+        share = np.mean([x in AROMATIC for x in sequence])
+        tags = "".join("H" if x in "AELM" else "C" for x in sequence)
+        found.append((sequence, "many" if share > 0.15 else "few", tags))
+    fasta = [f">p{i} aromatic={kind}\n{x[:9]}\n{x[9:]}" for i, (x, kind, _) in enumerate(found)]
+    (tmp_path / "p.fasta").write_text("\n".join(fasta))
+    (tmp_path / "p.csv").write_text("\n".join(["sequence,kind,tags", *map(",".join, found)]))
+    flags = ("--data.buckets", "32", "--data.held-out=0.2", "--data.tokenizer=")
+    more = ("--lora.rank=8", "--steps=80", "--optimizer.learning-rate=0.01")
+    return (f"--model={tmp_path / 'esm'}", *flags, *more)
+
+
+@pytest.mark.slow
+def test_an_encoder_learns_a_class_of_sequences_and_keeps_its_name(proteins, tune, tmp_path):
+    run_dir = tune(*proteins, f"--data={tmp_path / 'p.fasta'}", "--label=aromatic")
+    assert read_metrics(run_dir / "metrics.jsonl")[-1]["eval_accuracy"] > 0.8
+    model, tokenizer = zoo.load(run_dir), load_tokenizer(run_dir / "model")
+    classes = json.loads((run_dir / "model" / "metrics.json").read_text())["classes"]
+    assert classes == ["few", "many"]
+    for sequence, kind in (("AKAGAKAGAKAG", "few"), ("FWYAFWYAFWYA", "many")):
+        ids = tokenizer.tokenizer.encode(sequence).ids  # <cls> and <eos> too, as in training
+        assert classes[int(model(jnp.asarray([ids], jnp.int32)).argmax())] == kind
+
+
+@pytest.mark.slow
+def test_an_encoder_learns_the_tags_of_letters(proteins, tune, tmp_path, capsys):
+    flags = (f"--data={tmp_path / 'p.csv'}", "--data.format=tags", "--data.field=sequence")
+    run_dir = tune(*proteins, *flags, "--label=tags")
+    assert read_metrics(run_dir / "metrics.jsonl")[-1]["eval_accuracy"] > 0.98
+    assert " tokens, calibration error" in capsys.readouterr().out
+    model, tokenizer = zoo.load(run_dir), load_tokenizer(run_dir / "model")
+    assert isinstance(model, zoo.TokenClassifier)
+    ids = jnp.asarray([tokenizer.tokenizer.encode("AKELGM").ids], jnp.int32)
+    assert model(ids).argmax(-1)[0, 1:-1].tolist() == [1, 0, 1, 1, 0, 1]
 
 
 def opened(recipe_flags):
@@ -516,7 +561,7 @@ MISTAKES = {
     "targets": (["--lora.targets", "blocks.mpl.*"], "matches no matrix"),
     "fields": (["--data.format=completions"], "has no fields: rows are read from"),
     "template": (["--data.format=chats"], "has no chat template"),
-    "rows": (["--label=kind"], "needs data.rows='bucketed'"),
+    "rows": (["--label=kind", "--data.rows=packed"], "needs data.rows='bucketed'"),
 }
 
 
@@ -532,6 +577,31 @@ def test_mistakes_are_reported_before_training(mistake, tune, tmp_path, shared, 
         tune(*(flag.format(shared=shared) for flag in flags))
     assert message.format(shared=shared) in str(e.value)
     assert not (tmp_path / "run" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "message"),
+    [
+        ("text,kind\nAK,in\nAKJA,out", ["--label=kind"], "p.csv:3 has 'J' at character 2, which"),
+        ("text,sort\nAK,in", ["--label=kind"], "no field 'kind'; its fields are"),
+        ("text,kind\nAK,in\nAA,in\nKK,in", ["--label=kind"], "label='kind' has the values"),
+        (
+            "text,kind\nAK,H\nAA,HH",
+            ["--label=kind", "--data.format=tags"],
+            "line 2: there are 2 letters and 1 tags",
+        ),
+    ],
+)
+def test_bad_sequences_are_reported(content, flags, message, proteins, tune, tmp_path):
+    (tmp_path / "p.csv").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        tune(*proteins, f"--data={tmp_path / 'p.csv'}", *flags)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_tags_need_their_field():
+    with pytest.raises(ValueError, match=r"data.format='tags': give the field of the tags as --l"):
+        finetuning.Config(run_dir="x", steps=1, data=finetuning.Data(format="tags"))
 
 
 def test_packed_pairs_are_refused():

@@ -10,7 +10,7 @@ import zoo
 from zoo import losses, mlp, rnn
 from zoo.nn.layers import Embedding, Linear
 from zoo.nn.precision import in_precision
-from zoo.wrappers.classifier import Classifier
+from zoo.wrappers.classifier import Classifier, TokenClassifier
 
 KEY = jax.random.key(0)
 BODIES = {
@@ -42,6 +42,21 @@ def test_head_pools_positions_without_padding(name):
     other = jnp.where(MASK, TOKENS, 1)
     np.testing.assert_allclose(model(other, mask=MASK), found, atol=1e-5)
     np.testing.assert_allclose(model(TOKENS[:1, :5]), found[:1], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["encoder", "rnn"])
+def test_each_token_has_logits_that_survive_save_and_load(name, tmp_path):
+    model = TokenClassifier(BODIES[name](), 3, key=KEY)
+    hidden = np.asarray(model.body.hidden(TOKENS, mask=MASK))
+    expected = hidden @ np.asarray(model.head.weight) + np.asarray(model.head.bias)
+    found = model(TOKENS, mask=MASK)
+    assert found.shape == (2, 8, 3)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(model(TOKENS[:1, :5]), found[:1, :5], atol=1e-5)
+    zoo.save(tmp_path / "model", model)
+    loaded = zoo.load(tmp_path / "model")
+    assert type(loaded) is zoo.TokenClassifier
+    np.testing.assert_array_equal(loaded(TOKENS, mask=MASK), found)
 
 
 @pytest.mark.parametrize("name", BODIES)

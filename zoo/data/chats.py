@@ -14,7 +14,7 @@ from zoo.data.tokenizer import CHAT_TEMPLATE_NAME, BPETokenizer, Ids, Reading, T
 Record = dict[str, Any]
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
-Part = tuple[str, bool]  # a text, and whether it counts
+Part = tuple[str, bool | str]  # a text, and whether it counts, or its tag
 ROLES = {
     **{role: role for role in ("system", "user", "assistant", "tool")},
     "human": "user",
@@ -299,10 +299,11 @@ def answer_parts(
             f"{field!r} has {len(answer)} messages after the prompt, of the roles "
             f"{[message['role'] for message in answer]}: give one answer of the assistant"
         )
-    parts, begin, counted = parts_of([*prompt, *answer], template, tools)[-1], 0, []
+    parts, begin = parts_of([*prompt, *answer], template, tools)[-1], 0
+    counted: list[Part] = []
     given = len(template.render(prompt, tools=tools))
     for part, counts in parts:
-        counted.append((part, counts and begin >= given))
+        counted.append((part, bool(counts) and begin >= given))
         begin += len(part)
     return counted
 
@@ -326,7 +327,7 @@ def parts_of(
         messages[: answers[-1] + 1], tools=tools, mark=lambda text: BEGIN + text + END
     )
     pieces = enumerate(re.split(f"{BEGIN}|{END}", text))
-    parts = [(piece, at % 2 == 1) for at, piece in pieces if piece]
+    parts: list[Part] = [(piece, at % 2 == 1) for at, piece in pieces if piece]
     rest = ""
     while parts and not parts[-1][1]:
         rest = parts.pop()[0] + rest

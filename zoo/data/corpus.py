@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int32, Int64, Integer
+from jaxtyping import Bool, Int32, Int64, Integer, UInt8
 
 from zoo.data.prepared import format, hashes
 from zoo.data.prepared.format import RECORD, SOURCES, TOKENS, WEIGHTS, Manifest, Shard
@@ -187,12 +187,14 @@ class Corpus:
 
     def counted(self, i: int) -> Bool[np.ndarray, "length"] | None:
         """Which tokens of document i count; None: all."""
-        if not self.weighted:
-            return None
+        return self.codes(i) > 0 if self.weighted else None
+
+    def codes(self, i: int) -> UInt8[np.ndarray, "length"]:
+        """0 for the tokens of document i that do not count; of tags, 1 + the number of the tag."""
         shard, number = self._shard_of(i)
         record = self._records(shard, number, number + 1)[0]
         start, length = int(record["start"]), int(record["length"])
-        return self.opened(shard).read(WEIGHTS, start, start + length).view(bool)
+        return self.opened(shard).read(WEIGHTS, start, start + length)
 
     def labels(self) -> Int32[np.ndarray, "documents"]:
         """The label of each document."""

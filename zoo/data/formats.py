@@ -11,6 +11,7 @@ import importlib
 import io
 import json
 import math
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -246,6 +247,37 @@ def read_csv(piece: Piece, columns: Columns = None) -> Iterator[Record]:
         raise ValueError(f"{piece.path} is not CSV after line {rows.line_num}: {error}") from error
 
 
+def read_fasta(piece: Piece, columns: Columns = None) -> Iterator[Record]:
+    """The sequences of a FASTA file, numbered by the lines of their headers.
+
+    A record has the sequence as its text, `id` and `description` of its header, and a field for
+    each `name=value` there, as in UniProt's.
+    """
+    text, header, sequence = columns[0] if columns else "text", "", list[str]()
+    number, where = 0, ""
+
+    def record() -> Record:
+        if not sequence:
+            raise ValueError(f"{where}: the header has no sequence below it")
+        id, _, description = header.partition(" ")
+        named = dict(re.findall(r"(\w+)=(.*?)(?=\s+\w+=|$)", description))
+        about = {"id": id, "description": description}
+        return number, where, {**about, **named, text: "".join(sequence)}
+
+    for line_number, line_where, data in _lines(piece):
+        line = _decode(data, line_where).strip()
+        if line.startswith(">"):
+            if number:
+                yield record()
+            number, where, header, sequence = line_number, line_where, line[1:].strip(), []
+        elif line and not number:
+            raise ValueError(f"{line_where} is no FASTA: a sequence comes after a line with >")
+        elif line:
+            sequence.append(line)
+    if number:
+        yield record()
+
+
 def _lines(piece: Piece) -> Iterator[tuple[int, str, bytes]]:
     """The lines that begin in a piece, with their numbers and their places in words."""
     # Lines end at b"\n" alone: str.splitlines also splits at U+2028, which JSON allows in a string.
@@ -398,6 +430,7 @@ FORMATS = {
     ".ndjson": Format(read_jsonl, divisible=True),
     ".json": Format(read_json, divisible=False),
     ".csv": Format(read_csv, divisible=False),
+    **dict.fromkeys((".fasta", ".fa", ".faa", ".fna"), Format(read_fasta, divisible=False)),
     ".parquet": _PARQUET,
 }
 """Formats of records with fields by suffix; every other file is a text."""

@@ -6,7 +6,7 @@ An example is made of parts (text, whether it counts in the loss); a row may be 
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 
@@ -21,11 +21,12 @@ from zoo.data.chats import (
     tools_of,
 )
 from zoo.data.formats import FORMATS, TEXT, format_of, text_of
-from zoo.data.splits import Split
+from zoo.data.splits import Split, plan_splits
+from zoo.data.tags import MOST, of_tags
 from zoo.data.tokenizer import Tokenizer, end_id, reading, unframed
 
 Counted = tuple[np.ndarray, np.ndarray]  # ids, and whether each of them counts
-Format = Literal["completions", "chats", "preferences"]
+Format = Literal["completions", "chats", "preferences", "tags"]
 
 
 class Form(NamedTuple):
@@ -212,16 +213,18 @@ FORMS: dict[Format, tuple[Form, ...]] = {
         Form("texts without a prompt", SIDES, False, False, pair_of_texts),
         Form("messages without a prompt", SIDES, True, True, pair_of_messages),
     ),
+    "tags": (Form("words, or letters", ("text", "tags"), True, False, of_tags),),
 }
 """The forms that a format takes, the first that fits a row before the others."""
 
 
 class RowOptions(TypedDict):
-    """How rows are read: the other names of columns, and the time that chat templates may write."""
+    """How rows are read: other names of columns, the time that templates may write, the tags."""
 
     format: Format
     names: dict[str, str]
     now: str | None
+    classes: NotRequired[list[str]]
 
 
 class Row(NamedTuple):
@@ -261,7 +264,7 @@ def read_rows(
                 for column, given in (names or {}).items():
                     if given in row:
                         row[column] = row.pop(given)
-                found = _form(row, format)
+                found = _form(row, format, names or {})
                 form = form or found
                 if found is not form:
                     raise ValueError(
@@ -277,16 +280,32 @@ def read_rows(
             yield Row(source, number, form, examples)
 
 
-def _form(row: Record, format: Format) -> Form:
-    """The form of a row."""
+def tags_in(files: str, names: Mapping[str, str]) -> list[str]:
+    """The tags in the rows of all files, sorted; see `read_rows`.
+
+    Raises:
+        ValueError: as `read_rows`; or fewer than two tags, or more than a byte has numbers for.
+    """
+    splits = plan_splits(files, shard_bytes=2**62)
+    rows = (row for split in splits for row in read_rows(split, "tags", None, names))
+    tags = (tag for row in rows for parts in row.examples for _, tag in parts)
+    found = sorted({str(tag) for tag in tags if tag})
+    if not 2 <= len(found) <= MOST:
+        raise ValueError(f"the tags are {found}: there must be 2 to {MOST}")
+    return found
+
+
+def _form(row: Record, format: Format, names: Mapping[str, str]) -> Form:
+    """The form of a row, whose columns have other names in the file."""
     if fitting := [form for form in FORMS[format] if _has_columns(row, form)]:
         lists = any(isinstance(row[column], list) for column in fitting[0].columns)
         return next((form for form in fitting if form.lists == lists), fitting[0])
     others = [o for o, forms in FORMS.items() if any(_has_columns(row, form) for form in forms)]
     hint = f"; they are rows of --data.format {others[0]}" if others else ""
-    known = " or ".join(dict.fromkeys(" and ".join(form.columns) for form in FORMS[format]))
+    named = lambda columns: [names.get(x, x) for x in columns]  # noqa: E731
+    known = " or ".join(dict.fromkeys(" and ".join(named(x.columns)) for x in FORMS[format]))
     raise ValueError(
-        f"data.format={format!r} has the fields {known}, and the row has {sorted(row)}{hint}"
+        f"data.format={format!r} has the fields {known}, and the row has {sorted(named(row))}{hint}"
     )
 
 

@@ -15,6 +15,7 @@ from zoo.common.configuration import may_differ, require
 from zoo.common.files import local_path
 from zoo.data.corpus import Corpus
 from zoo.data.documents import Document, compressed_size, standard_library
+from zoo.data.labelled import LabelledDataset, TaggedDataset
 from zoo.data.prepared.opening import (
     Prepared,
     Sample,
@@ -27,7 +28,7 @@ from zoo.data.prepared.opening import (
 )
 from zoo.data.rows import RowOptions
 from zoo.data.splits import Given
-from zoo.data.token_datasets import BucketedDataset, LabelledDataset, PackedDataset, TokenDataset
+from zoo.data.token_datasets import BucketedDataset, PackedDataset, TokenDataset
 from zoo.data.tokenizer import Reading, Tokenizer, begin_id, described, end_id, load_tokenizer
 
 SOURCE_NAME = r"[A-Za-z_][\w-]*"  # of a mixture
@@ -38,10 +39,10 @@ class Source:
     """Where text comes from, and how it becomes batches of some tokenizer's ids."""
 
     files: Annotated[str, tyro.conf.arg(aliases=("--data",))] = may_differ("")
-    """Glob of .txt, .py, … (a document each), .jsonl, .csv or .parquet; several with commas.
-    Sources by name are mixed by their weights, as in code=src/*.py:0.7,help=*.txt:0.3, or in a
-    table in a .toml file. Empty: text that comes with Python (source code; for fine-tuning, help
-    texts)."""
+    """Glob of .txt, .py, … (a document each), .jsonl, .csv, .parquet or .fasta; several, with
+    commas. Sources by name are mixed by their weights, as in code=src/*.py:0.7,help=*.txt:0.3, or
+    in a table in a .toml file. Empty: text that comes with Python (source code; for fine-tuning,
+    help texts)."""
     # What they hold may not differ: a run compares the fingerprint of the tokens.
     field: str = "text"
     """Field of a JSON line, or column of a CSV or Parquet file, that holds the text."""
@@ -102,7 +103,7 @@ _DEFAULT = Config()
 class Text:
     """A tokenizer, the datasets of the training and the held-out part, and the latter's documents.
 
-    Those documents are a sample. `classes` names the labels 0, 1, … of labelled rows.
+    Those documents are a sample. `classes` names the labels 0, 1, … of labelled rows or tokens.
     `special_tokens` says how many of them the text has, and how their names are read.
     """
 
@@ -220,8 +221,8 @@ def is_mixture(files: str) -> bool:
     return files.endswith(".toml") or re.match(rf"\s*{SOURCE_NAME}=", files) is not None
 
 
-def prepared_text(config: Source, prepared: Prepared, *, seed: int) -> Text:
-    """The datasets of both parts of a prepared corpus."""
+def prepared_text(config: Source, prepared: Prepared, *, seed: int, closed: bool = False) -> Text:
+    """The datasets of both parts of a prepared corpus; labelled rows may be `closed`."""
     tokenizer, manifest = prepared.tokenizer, prepared.manifest
     ends = begin_id(tokenizer), end_id(tokenizer)
 
@@ -230,9 +231,12 @@ def prepared_text(config: Source, prepared: Prepared, *, seed: int) -> Text:
             packed = (config.seq_len, config.batch_size, seed)
             return PackedDataset(corpus, ends, *packed, too_long=config.too_long)
         bucketed = (ends, config.buckets, config.batch_size, seed, config.too_long)
-        if manifest.classes:
-            return LabelledDataset(corpus, corpus.labels(), *bucketed, cache=config.cache)
         rows = manifest.options.get("rows", {}).get("format", "")
+        if rows == "tags":
+            return TaggedDataset(corpus, *bucketed, cache=config.cache)
+        if manifest.classes:
+            labels = corpus.labels()
+            return LabelledDataset(corpus, labels, *bucketed, closed=closed, cache=config.cache)
         kind = plugins.find("zoo.row_datasets", rows) or BucketedDataset
         return kind(corpus, *bucketed, cache=config.cache)
 

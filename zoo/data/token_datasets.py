@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Int32, Integer
+from jaxtyping import Integer
 
 from zoo.common import checksums
 from zoo.common.files import local_path, made_once
 from zoo.data.corpus import Corpus, Piece
 from zoo.data.datasets import HostBatch, Row, SeededDataset, hashed_integer
 from zoo.data.packing import (
-    Held,
     RowIndex,
     Rows,
     Whole,
@@ -70,12 +69,14 @@ class TokenDataset(SeededDataset):
 
     Each document begins and ends with the separator, or with the first and the second of a pair
     of ids. Without a begin the first token of a document is an input and no target. The documents
-    of a corpus that is `framed` have both already.
+    of a corpus that is `framed` have both already. The end is a target alone, unless rows are
+    `closed`: then it is an input too.
 
     A mixture takes rows one by one: `num_rows` are in an epoch, in the order of its batches.
     """
 
     num_rows: int
+    closed: bool = False
 
     def __init__(
         self, corpus: Corpus, separator_id: Ends, batch_size: int, seed: int, shuffle: bool
@@ -89,6 +90,7 @@ class TokenDataset(SeededDataset):
                 )
         self.begin_id, self.end_id = (None, None) if corpus.framed else pair
         self.frame = (self.begin_id is not None) + (self.end_id is not None)
+        self.frame += self.closed  # as if one more token followed
         self.corpus = corpus.with_frame(self.frame)
         if not self.corpus.num_positions:
             raise ValueError("no document has a token that follows another: there is no target")
@@ -323,68 +325,3 @@ class BucketedDataset(TokenDataset):
 def _warn(left_out: list[str]) -> None:
     for message in left_out:
         logger.warning("%s; they are left out", message)
-
-
-class LabelledDataset(BucketedDataset):
-    """The rows of a `BucketedDataset` for a classifier, each with its document's label.
-
-    A batch has `inputs`, int32[batch, seq], a separator and then the tokens; `mask`,
-    bool[batch, seq], False at padding; `labels`, int32[batch]; and `weights`, float32[batch]: 1,
-    or 0 for the rows that fill up a bucket's last batch. Those are the first rows of the epoch's
-    order, each with its label: the bucket's, then rows of smaller buckets, and the batch's own
-    only where there are no others. A loss does not count them, and statistics of a batch, as a
-    batch norm's, are of different rows. All parts of a document that was split have its label.
-    """
-
-    unit = "examples"
-
-    def __init__(
-        self, corpus: Corpus, labels: Int32[np.ndarray, "documents"], *arguments: Any, **named: Any
-    ):
-        if len(labels) != len(corpus):
-            raise ValueError(f"{len(labels)} labels for {len(corpus)} documents: give one for each")
-        super().__init__(corpus, *arguments, **named)
-        self.labels = labels
-        self._fillers = {bucket: self._others(bucket, held) for bucket, held in self._last.items()}
-
-    def _others(self, bucket: int, batch: list[Held]) -> list[tuple[int, int]]:
-        """Rows that the places of a batch may take, in the order of the choice."""
-        counts = self._rows.counts
-        fitting = ((b, i) for b in range(bucket, -1, -1) for i in range(counts[b]))
-        first = list(itertools.islice(fitting, 2 * self.batch_size))
-        return sorted(first, key=lambda row: row in batch)
-
-    def _content(self) -> Iterator[Any]:
-        yield from super()._content()
-        yield self.labels
-
-    def row(self, bucket: int) -> Row:
-        """The arrays of one row of a bucket."""
-        return {
-            "inputs": ((bucket,), np.int32),
-            "mask": ((bucket,), np.bool_),
-            "labels": ((), np.int32),
-            "weights": ((), np.float32),
-        }
-
-    def row_pieces(self, epoch: int, row: int) -> list[Piece]:
-        """The piece in a row of an epoch; in a row that fills up a batch too."""
-        if pieces := super().row_pieces(epoch, row):
-            return pieces
-        batch, place = divmod(row, self.batch_size)
-        bucket, _ = self._batch(epoch, batch)
-        others, number = self._fillers[bucket], self._last[bucket][:place].count(None)
-        return [self._row(epoch, *others[number % len(others)])]
-
-    def _build(self, k: int, rows: range) -> HostBatch:
-        batch = super()._build(k, rows)
-        epoch, number = divmod(k, self.batches_per_epoch)
-        places = [number * self.batch_size + row for row in rows]
-        labels = [self.labels[self.row_pieces(epoch, place)[0].document] for place in places]
-        weights = [bool(super(LabelledDataset, self).row_pieces(epoch, place)) for place in places]
-        return {
-            "inputs": batch["tokens"],
-            "mask": batch["segment_ids"] > 0,
-            "labels": np.asarray(labels, np.int32),
-            "weights": np.asarray(weights, np.float32),
-        }

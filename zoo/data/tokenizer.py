@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trai
 from tokenizers import Tokenizer as HFTokenizer
 
 from zoo.common.files import local_path
+from zoo.data import letters
 from zoo.data.special_tokens import (
     AS_TEXT,
     BEGINS,
@@ -192,8 +193,8 @@ class BPETokenizer:
                 f"(looked for {', '.join(BEGINS + ENDS)}): pass separator=, the token to put "
                 f"before and after each document; its special tokens are {[*special.values()]}"
             )
-        if bos is None and eos is None:  # BERT's
-            bos, eos = first, last
+        if bos is None and first is not None:  # BERT's, and ESM's, which has an end
+            bos, eos = first, last if eos is None else eos
         end = separator if eos is None else eos
         ends = listed_ends(self.files, self.vocab_size)
         self.adds_begin: bool = self.tokenizer.encode("").ids[:1] == [bos]
@@ -288,11 +289,18 @@ class BPETokenizer:
     def _has_special(self, text: str, ids: Ids) -> bool:
         """Whether ids of a text as plain characters have a special token, but for unknown ones."""
         found = self.special_ids.intersection(ids.tolist())
-        unknown = found & {self._unknown_id}
+        unknown = found & {self.unknown_id}
         return bool(found - unknown) or (bool(unknown) and self.names.search(text) is not None)
 
     @functools.cached_property
-    def _unknown_id(self) -> int | None:
+    def is_of_letters(self) -> bool:
+        """Whether all tokens but the special ones are letters, as of proteins."""
+        vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
+        return all(len(x) == 1 for x, id in vocabulary.items() if id not in self.special_ids)
+
+    @functools.cached_property
+    def unknown_id(self) -> int | None:
+        """The id of what is no token, where there is one."""
         model = json.loads(self.tokenizer.to_str())["model"]
         token = model.get("unk_token")
         return model.get("unk_id") if token is None else self.tokenizer.token_to_id(token)
@@ -333,8 +341,13 @@ class BPETokenizer:
             (folder / name).write_bytes(content)
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether `load_tokenizer` finds one in a folder."""
+    return (folder / FILE_NAME).is_file() or letters.is_described(folder)
+
+
 def load_tokenizer(path: str | Path, separator: str | None = None) -> Tokenizer:
-    """The tokenizer in a `tokenizer.json`, or in a folder that holds one; or that of "bytes".
+    """The tokenizer in a `tokenizer.json`, in a folder with one or ESM's `vocab.txt`, or "bytes".
 
     The special tokens are named by the files beside it, or are the usual ones of its vocabulary;
     `separator` names one token for begin and end.
@@ -349,16 +362,19 @@ def load_tokenizer(path: str | Path, separator: str | None = None) -> Tokenizer:
     file = local_path(path, "tokenizer")
     if file.is_dir():
         file = file / FILE_NAME
-    if not file.is_file():
+    of_letters = not file.is_file() and letters.is_described(file.parent)
+    if not (file.is_file() or of_letters):
         raise FileNotFoundError(
             f"no tokenizer at {file} (in {Path.cwd()}): give 'bytes', a {FILE_NAME}, or a folder "
             "that holds one"
         )
     try:
-        contents = json.loads(file.read_text(encoding="utf-8"))
-        if contents == {"type": "bytes"}:
+        if of_letters:
+            tokenizer = letters.read_letters(file.parent)
+        elif json.loads(file.read_text(encoding="utf-8")) == {"type": "bytes"}:
             return ByteTokenizer()
-        tokenizer = HFTokenizer.from_file(str(file))
+        else:
+            tokenizer = HFTokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exceptions
         raise ValueError(f"{file} is no tokenizer: {error}") from error
     folder = file.parent
@@ -370,6 +386,8 @@ def load_tokenizer(path: str | Path, separator: str | None = None) -> Tokenizer:
     }
     try:
         config, model = (read_json(beside, name) for name in (CONFIG_NAME, "config.json"))
+        if of_letters:
+            config = letters.SPECIAL | {"tokenizer_class": "EsmTokenizer"} | config
         ends = model.get("eos_token_id")
         if GENERATION_CONFIG_NAME not in beside and isinstance(ends, list):
             beside[GENERATION_CONFIG_NAME] = json.dumps({"eos_token_id": ends}).encode()

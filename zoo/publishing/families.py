@@ -13,7 +13,7 @@ import typing
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import equinox as eqx
 import jax
@@ -44,7 +44,7 @@ from zoo.publishing.tensors import (
     write_tensors,
 )
 from zoo.sharding.axes import is_parameter
-from zoo.wrappers.classifier import Classifier, Pooling
+from zoo.wrappers.classifier import Classifier, Pooling, TokenClassifier
 from zoo.wrappers.ensemble import Ensemble
 
 Model = TypeVar("Model", bound=type[eqx.Module])
@@ -162,7 +162,7 @@ def reconfigured(model: PyTree, overrides: Mapping[str, Any] | None) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(_fresh(model, config)), leaves)
 
 
-_AROUND = {"num_members": int, "num_classes": int, "pooling": Pooling}
+_AROUND = {"num_members": int, "num_classes": int, "pooling": Pooling | Literal["none"]}
 
 
 def _around(model: PyTree) -> dict[str, Any]:
@@ -229,6 +229,8 @@ def _skeleton(cls: type, config: Any, around: dict[str, Any]) -> PyTree:
         if "num_classes" in around:
             if "pooling" not in around:
                 raise ValueError("the field pooling is missing beside num_classes")
+            if around["pooling"] == "none":
+                return TokenClassifier(one(key), around["num_classes"], key=key)
             return Classifier(one(key), around["num_classes"], pooling=around["pooling"], key=key)
         return one(key)
 

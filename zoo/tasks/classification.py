@@ -147,7 +147,8 @@ class Judge:
         if self._run.is_main:
             plot_confusion(self._run.folder / CONFUSION, predictions, self._classes)
             plot_calibration(self._run.folder / CALIBRATION, predictions)
-        return {"metrics": metrics, "report": report(predictions, metrics)}
+        what = self._dataset.unit
+        return {"metrics": metrics, "report": report(predictions, metrics, what)}
 
     def _predict(self, model: PyTree, whole: bool) -> Predictions:
         found, labels = [], []
@@ -163,7 +164,7 @@ class Judge:
 def _probabilities(model: PyTree, batch: dict[str, Array], key: None) -> Any:
     logits = losses.class_logits(model, batch, None)
     zero = jnp.zeros(())
-    members = logits.reshape(-1, *logits.shape[-2:])
+    members = logits.reshape(-1, *batch["labels"].shape, logits.shape[-1])
     return zero, zero, {"probabilities": jax.nn.softmax(members.astype(jnp.float32))}
 
 
@@ -193,11 +194,11 @@ def _judge(probabilities_NC: np.ndarray, labels_N: np.ndarray) -> dict[str, floa
     }
 
 
-def report(predictions: Predictions, result: Mapping[str, float]) -> str:
-    """The result in words."""
+def report(predictions: Predictions, result: Mapping[str, float], what: str = "examples") -> str:
+    """The result in words; `what` was classified."""
     text = (
         f"held out: accuracy {result['eval_accuracy']:.2%} of {len(predictions.labels_N):,} "
-        f"examples, calibration error {result['calibration_error']:.2%}"
+        f"{what}, calibration error {result['calibration_error']:.2%}"
     )
     if "member_accuracy" in result:
         text += (

@@ -1,4 +1,4 @@
-"""A classification head on any model of sequences: an encoder, a decoder, or a recurrent network.
+"""Classification heads on any model of sequences: an encoder, a decoder, or a recurrent network.
 
 Legend of suffixes: B batch, T time, E the width of the model's hidden states.
 """
@@ -90,7 +90,37 @@ class Classifier(CastsAtUse):
             weights_BT = (index == chosen[:, None]).astype(jnp.float32)
         total = jnp.maximum(weights_BT.sum(1), 1.0)
         pooled_BE = (x_BTE.astype(jnp.float32) * weights_BT[:, :, None]).sum(1) / total[:, None]
-        head = unshard(self.head)
-        x_BE = constrain(pooled_BE.astype(head.weight.dtype), "batch", "embed")
-        logits = add_bias(matmul(x_BE, head.weight, dtype=jnp.float32), head.bias)
-        return constrain(logits, "batch", None)
+        return self.logits(pooled_BE)
+
+    def logits(self, x: Float[Array, "batch *seq embed"]) -> Float[Array, "batch *seq classes"]:
+        """The logits of the classes, float32, of a vector per row, or one per token."""
+        axes, head = ("batch", "inner_seq")[: x.ndim - 1], unshard(self.head)
+        x = constrain(x.astype(head.weight.dtype), *axes, "embed")
+        logits = add_bias(matmul(x, head.weight, dtype=jnp.float32), head.bias)
+        return constrain(logits, *axes, None)
+
+
+class TokenClassifier(Classifier):
+    """A model without its own head, and a linear head over the vector of each token.
+
+    int32[batch, seq] to float32[batch, seq, classes].
+    """
+
+    def __init__(self, body: Any, num_classes: int, *, key: Key[Array, ""]):
+        """`body` is a `SequenceModel`, from which its own head is taken.
+
+        Raises:
+            ValueError: a model that gives no vector per token.
+        """
+        super().__init__(body, num_classes, key=key)
+        self.pooling = "none"
+
+    def __call__(
+        self,
+        tokens: Int[Array, "batch seq"],
+        *,
+        mask: Bool[Array, "batch seq"] | None = None,
+        key: Key[Array, ""] | None = None,
+    ) -> Float[Array, "batch seq classes"]:
+        """The logits of the classes; `mask` is False at padding, and a `key` turns dropout on."""
+        return self.logits(self.body.hidden(tokens, mask=mask, key=key))

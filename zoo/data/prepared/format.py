@@ -3,7 +3,8 @@
 A folder has `manifest.json`, which is written last, `tokenizer/`, and per shard in `shards/`:
 
 - `.tokens`: the ids of its documents end to end, without begin and end, in the order of the source;
-- `.weights`, of documents of which only some tokens count: a byte per id, 1 where it counts;
+- `.weights`, of documents of which only some tokens count: a byte per id, 0 where it does not, and
+  1 where it does, or 1 + the number of its tag;
 - `.train` and `.held_out`: a `RECORD` per document of that part, in the order of their hashes;
 - `.sources.json`: the names of the files that the documents are from;
 - `.sums`: the xxh3_64 of each `BLOCK` bytes of all but the names, one file after the other.
@@ -121,7 +122,7 @@ class Manifest:
     framed: bool = False
     """Whether documents have their begin and their end among their tokens, as chats do."""
     classes: tuple[str, ...] = ()
-    """The labels of documents, sorted."""
+    """The labels of documents, or the tags of tokens, sorted."""
 
     @functools.cached_property
     def fingerprint(self) -> str:

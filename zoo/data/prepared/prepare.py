@@ -174,6 +174,7 @@ def _passes(
             raise ValueError(f"the files have rows of {' and of '.join(map(str, forms))}: give one")
         [(form, first)] = forms.items()
         classes = sorted({label for shard in shards for label in shard.labels})
+        classes = (rows or {}).get("classes", classes)
         number_of = {label: number for number, label in enumerate(classes)}
         labels = [[number_of[label] for label in shard.labels] for shard in shards]
         frame = 0 if first.framed else frame

@@ -21,6 +21,7 @@ from zoo.data.prepared import format, hashes
 from zoo.data.rows import Counted, Form, RowOptions, encode_parts, read_rows
 from zoo.data.special_tokens import AS_TEXT
 from zoo.data.splits import Given, SourceDocument, Split, read_split
+from zoo.data.tags import encode_tags
 from zoo.data.tokenizer import Reading, Tokenizer, count_special, load_tokenizer, reading, unframed
 
 BATCH = 2**20  # characters that are tokenized at a time
@@ -226,6 +227,7 @@ class _Writer:
                 self.first_empty = self.first_empty or name
                 continue
             format.check_ids(ids, self._tokenizer.vocab_size, repr(name))
+            self._check_letters(document.text, ids, name)
             self.special_tokens += count_special(self._tokenizer, document.text, ids, quoted)
             size = counted_bytes(example.parts)
             label = 0
@@ -233,7 +235,8 @@ class _Writer:
                 label = self.labels.setdefault(document.label, len(self.labels))
             halves = np.frombuffer(example.hashed, hashes.HASH)[0].item()
             place = (self.tokens, len(ids), document.source, document.record)
-            self._pending.append((*halves, *place, size, int(counted.sum()), label, example.part))
+            sizes = (size, int(np.count_nonzero(counted)))
+            self._pending.append((*halves, *place, *sizes, label, example.part))
             self._token_file.write(np.ascontiguousarray(ids, self._dtype).data)
             if self._spec.rows is not None:
                 self._weights_file.write(counted.astype(np.uint8).data)
@@ -245,12 +248,28 @@ class _Writer:
 
     def _encoded(self, batch: list[_Example], is_chat: bool) -> Iterator[Counted]:
         if self.form is not None:
+            classes = self._spec.rows and self._spec.rows.get("classes")
             for example in batch:
-                yield encode_parts(self._tokenizer, example.parts, is_chat=is_chat)
+                if classes:
+                    yield encode_tags(self._tokenizer, example.parts, classes)
+                else:
+                    yield encode_parts(self._tokenizer, example.parts, is_chat=is_chat)
             return
         for ids in encode(self._tokenizer, [example.document.text for example in batch]):
             inner = ids[unframed(self._tokenizer, ids)]
             yield inner, np.ones(len(inner), bool)
+
+    def _check_letters(self, text: str, ids: np.ndarray, name: str) -> None:
+        """Refuse a letter that a tokenizer of letters does not know."""
+        unknown = getattr(self._tokenizer, "unknown_id", None)
+        if not (ids == unknown).any() or not getattr(self._tokenizer, "is_of_letters", False):
+            return
+        found, spans = self._tokenizer.encode_spans(text)
+        begin, end = spans[found == unknown][0].tolist()
+        raise ValueError(
+            f"{name} has {text[begin:end]!r} at character {begin}, which is no token of the "
+            "model's: correct the sequence, as by X for any amino acid, or leave it out"
+        )
 
     def end_run(self) -> None:
         run = hashes.in_order(np.array(self._pending, hashes.RAW))

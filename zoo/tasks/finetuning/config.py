@@ -24,14 +24,16 @@ from zoo.wrappers.lora import Config as LoraConfig
 class Data(text.Source):
     """Text to fine-tune on, in the tokens of the model's own tokenizer."""
 
-    format: Literal["text", "completions", "chats", "preferences"] = "text"
+    format: Literal["text", "completions", "chats", "preferences", "tags"] = "text"
     """text; or rows (.jsonl, .json, .csv, .parquet) of prompts with completions, which alone count
     in the loss; or of chats, by the tokenizer's own template, in which the assistant's answers
-    count; or of preferences, each a prompt, chosen and rejected. The columns show the form: texts
-    or messages, ShareGPT's or Alpaca's."""
+    count; or of preferences, each a prompt, chosen and rejected; or of tags, by --label, one for
+    each word of a list or each letter of a text. The columns show the form: texts or messages,
+    ShareGPT's or Alpaca's."""
     rows: Literal["packed", "bucketed"] | None = None  # type: ignore[assignment]
     """Documents packed into rows of seq_len, prompts in one piece; or each in a row of its own, cut
-    and padded to the next of the buckets. If not given, packed, and bucketed for preferences."""
+    and padded to the next of the buckets. If not given, packed, and bucketed for preferences and
+    labelled rows."""
     prompt: str = "prompt"
     """Field of a prompt."""
     completion: str = "completion"
@@ -94,7 +96,8 @@ class Config(RunConfig):
     freeze: tuple[str, ...] = ()
     """Paths of parameters that stay as they are, such as embedding.* and blocks.mlp.*."""
     label: str | None = None
-    """Field of --data that holds a row's label: puts a new head on the model, which classifies."""
+    """Field of --data that holds a row's label, or the tags of its words or letters: puts a new
+    head on the model, which classifies."""
     pooling: Pooling = "auto"
     """Input of that head: a row's last token, its first, the mean, or (auto) the last of a
     decoder, which has seen the others, and the mean of an encoder."""
@@ -120,6 +123,10 @@ class Config(RunConfig):
         location(self.model, "model")
         language.check_samples(self, label=self.label)
         require(
+            self.data.format != "tags" or self.label is not None,
+            "data.format='tags': give the field of the tags as --label",
+        )
+        require(
             self.method != "lora" or not self.freeze,
             f"freeze={self.freeze}: method='lora' trains nothing but adapters",
         )
@@ -137,7 +144,8 @@ class Config(RunConfig):
 
     def completed(self, stored: Mapping[str, Any]) -> "Config":
         """The configuration with the rows of its data and the numbers of its optimizer."""
-        rows = self.data.rows or ("bucketed" if self.data.format == "preferences" else "packed")
+        of_rows = self.data.format == "preferences" or self.label is not None
+        rows = self.data.rows or ("bucketed" if of_rows else "packed")
         optimizer = self.optimizer
         if isinstance(optimizer, Optimizer):
             optimizer = optimizer.completed(self.method, stored.get("optimizer", {}))

@@ -1,223 +1,48 @@
-"""Fine-tuning: the model to begin with, its text, the training, and what is saved and shown."""
+"""Fine-tuning: the text of a run, the training, and what is saved and shown."""
 
 import dataclasses
-import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from math import nan
 from pathlib import Path
 from typing import Any, TypeVar
 
-import equinox as eqx
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Key, PyTree
+from jaxtyping import PyTree
 
-from zoo import sharding
-from zoo.common import configuration
 from zoo.common.configuration import require
 from zoo.data import rows, text
-from zoo.data.chats import ChatTemplate, with_chat_template, writes_time
+from zoo.data.chats import ChatTemplate, writes_time
 from zoo.data.documents import help_topics
 from zoo.data.prepared.opening import Prepared, check_tokenizer
-from zoo.data.tokenizer import FILE_NAME, Tokenizer, load_tokenizer
-from zoo.nn.products import dequantize, is_quantized
-from zoo.nn.protocols import SequenceModel
-from zoo.nn.stateful import cast, is_kept
-from zoo.publishing import formats, models
-from zoo.publishing.families import choose_eos_ids, reconfigured, with_more_ends
-from zoo.publishing.models import check_finite
-from zoo.publishing.shelf import find, nearest, whole
+from zoo.data.tokenizer import Tokenizer
+from zoo.publishing import models
+from zoo.publishing.families import choose_eos_ids, with_more_ends
 from zoo.runs import loop
 from zoo.runs.callbacks.evaluations import Samples, Save
 from zoo.runs.metrics import read_metrics
 from zoo.runs.run import Run
-from zoo.sharding.axes import keystr
 from zoo.tasks import classification, language
+from zoo.tasks.finetuning.base import Base, merge, prepare, trainable
 from zoo.tasks.finetuning.config import Config, Data
 from zoo.training import optimizers
 from zoo.training.description import Training
-from zoo.training.state import Pretrained, Trainable, frozen_leaves, standard_promotion
 from zoo.wrappers import lora
-from zoo.wrappers.classifier import Classifier
 
 # From a run, an optimizer, text, and how the model is made of its base, to the training of it.
 Describe = Callable[[Run[Config], optimizers.Config, text.Text, Callable[..., PyTree]], Training]
 
 
-class Base:
-    """The model that a run begins with: its folder and format, its skeleton, its tokenizer."""
-
-    def __init__(self, run: Run[Config]):
-        config = run.config
-        weights = not config.plan  # which fetches none
-        self.folder = find(config.model, weights=weights)
-        self.format = formats.name_of(whole(self.folder))
-        stored = models.skeleton(self.folder, quantize=config.quantize, weights=weights)
-        if config.quantize is not None and lora.has_adapters(stored):
-            raise ValueError(
-                f"base={config.base!r}: {config.model} has adapters, and merged with them its "
-                "matrices would be whole: give the model that they adapt, or base='stored'"
-            )
-        if config.method != "lora" and _has_quantized(stored):
-            raise ValueError(
-                f"model={config.model!r} is stored quantised, and quantised matrices are not "
-                "trained: take method='lora', which trains adapters beside them, or the model "
-                "that it was made of"
-            )
-        merged = eqx.filter_eval_shape(lora.merge, stored)
-        self._stored_config: Any = getattr(merged, "config", None)
-        self._overrides, self._run = config.overrides(self._stored_config), run
-        self.skeleton: Any = reconfigured(merged, self._overrides)
-        is_sequence = isinstance(self.skeleton, SequenceModel)
-        size = self.skeleton.config.vocab_size if is_sequence else None
-        if size is None:
-            raise ValueError(
-                f"model={config.model!r} is a {type(self.skeleton).__name__} that reads no tokens: "
-                "begin with a transformer, or an RNN with a vocab_size"
-            )
-        language.check_row_lengths(config.row_lengths, self.skeleton.config, config.model)
-        # Patterns that match nothing, and adapters that cannot be saved, before the text is read.
-        num_classes = 2 if config.label else 0  # or more
-        prepared = eqx.filter_eval_shape(
-            lambda model: prepare(config, model, jax.random.key(0), num_classes), self.skeleton
-        )
-        frozen_leaves(prepared, trainable(config))
-        if config.method == "lora" and not num_classes:  # whose adapters are not saved alone
-            formats.for_adapters().check(self.skeleton, lora.config_of(prepared))
-        given, folder = config.data.tokenizer, nearest(self.folder, FILE_NAME)
-        require(
-            bool(given) or (folder / FILE_NAME).is_file(),
-            f"{folder} has no {FILE_NAME}: name one by --data.tokenizer, or 'bytes'",
-        )
-        tokenizer = with_chat_template(
-            load_tokenizer(given or str(folder)), config.data.chat_template
-        )
-        self.tokenizer = load_tokenizer(run.once("tokenizer", tokenizer.save))
-        if self.tokenizer.vocab_size > size:
-            raise ValueError(
-                f"the tokenizer has {self.tokenizer.vocab_size} ids, and {config.model} a "
-                f"vocab_size of {size}: they do not go together; name the model's own by "
-                "--data.tokenizer"
-            )
-
-    def load(self) -> PyTree:
-        """The model on the run's mesh, whole and in the dtypes that it is stored in.
-
-        Raises:
-            ValueError: a parameter that is not finite.
-        """
-        quantize = self._run.config.quantize
-        model = models.load(self.folder, mesh=self._run.mesh, quantize=quantize)
-        if lora.has_adapters(model):  # what else is quantised, or of another dtype, stays so
-            model = _placed(self._run, lora.merge, model)
-        check_finite(model, self.folder)
-        return reconfigured(model, self._overrides)
-
-    def as_stored(self, model: PyTree) -> PyTree:
-        """A model of this run with the fields of the base that the run had other values for."""
-        stored = configuration.flat(self._stored_config)
-        return reconfigured(model, {name: stored[name] for name in self._overrides})
-
-    @property
-    def pretrained(self) -> Pretrained:
-        """The model for a training, which loads it when it begins."""
-        is_planned = bool(self._run.config.plan)
-        checksum = "" if is_planned else models.weights_checksum(self.folder)
-        return Pretrained(self.skeleton, self.load, checksum)
-
-
-def merge(run: Run[Config], model: PyTree) -> PyTree:
-    """The plain model that computes the same, on the run's mesh as the model was.
-
-    It is of one dtype, as sampling needs: trained parameters are float32, and frozen ones may not.
-    What was quantised is dequantised.
-    """
-    if not lora.has_adapters(model) and len(_dtypes(model)) == 1 and not _has_quantized(model):
-        return model
-
-    def plain(model: PyTree) -> PyTree:
-        model = dequantize(lora.merge(model))  # an adapted matrix is in its base's dtype again
-        with standard_promotion():
-            return cast(model, jnp.result_type(*_dtypes(model)))
-
-    return _placed(run, plain, model)
-
-
-def _dtypes(model: PyTree) -> set[Any]:
-    """The dtypes of a model's parameters, but for what is kept in one of its own."""
-    leaves = jax.tree.leaves(model, is_leaf=is_kept)
-    return {x.dtype for x in leaves if eqx.is_inexact_array(x)}
-
-
-def _placed(run: Run[Config], make: Callable[[PyTree], PyTree], model: PyTree) -> PyTree:
-    """`make` of a model, on the run's mesh."""
-
-    @eqx.filter_jit
-    def placed(model: PyTree) -> PyTree:
-        model = make(model)
-        return eqx.filter_shard(model, sharding.shardings(model, run.layout))
-
-    return placed(model)
-
-
-def _has_quantized(model: PyTree) -> bool:
-    return any(map(is_quantized, jax.tree.leaves(model, is_leaf=is_quantized)))
-
-
-# --- The part of it that is trained -----------------------------------------------------------
-
-
-def prepare(config: Config, model: PyTree, key: Key[Array, ""], num_classes: int = 0) -> PyTree:
-    """A model as training begins with it: with adapters and a head, if it trains those."""
-    adapters_key, head_key = jax.random.split(key)
-    if config.method == "lora":
-        model = lora.adapt(model, models.with_paths(config.lora, model), key=adapters_key)
-    if num_classes:
-        model = Classifier(model, num_classes, pooling=config.pooling, key=head_key)
-    return model
-
-
-def trainable(config: Config) -> Trainable | None:
-    """The part of it that is trained; a new head always is."""
-    if config.method == "lora":
-        return _adapters_and_head
-    return frozen(config.freeze) if config.freeze else None
-
-
-def frozen(patterns: Sequence[str]) -> Trainable:
-    """Train all but the parameters whose dotted paths match, such as `blocks.mlp.*`.
-
-    Raises:
-        ValueError: at the call with a model, a pattern that matches none of its parameters.
-    """
-
-    def trainable(model: PyTree) -> PyTree:
-        paths = [keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(model)]
-        for pattern in patterns:
-            if not fnmatch.filter(paths, pattern):
-                raise ValueError(
-                    f"freeze={pattern!r} matches no parameter; those are {', '.join(paths)}"
-                )
-        kept = [not any(fnmatch.fnmatchcase(path, p) for p in patterns) for path in paths]
-        return jax.tree.unflatten(jax.tree.structure(model), kept)
-
-    return trainable
-
-
-def _adapters_and_head(model: PyTree) -> PyTree:
-    chosen = lora.trainable(model)
-    if not isinstance(model, Classifier):
-        return chosen
-    return eqx.tree_at(lambda x: x.head, chosen, jax.tree.map(lambda _: True, model.head))
-
-
 # --- Its text ---------------------------------------------------------------------------------
 
 
-def read_text(run: Run[Config], tokenizer: Tokenizer, *, label: str | None = None) -> text.Text:
-    """The run's text; without files, Python's help texts, which are English and no code."""
+def read_text(
+    run: Run[Config], tokenizer: Tokenizer, *, label: str | None = None, closed: bool = False
+) -> text.Text:
+    """The run's text; without files, Python's help texts, which are English and no code.
+
+    Rows with a `label` have their end too where they are `closed`, as for encoders.
+    """
     config = run.config.data
     text.check_label(config, label)
     if config.format == "text":
@@ -230,7 +55,7 @@ def read_text(run: Run[Config], tokenizer: Tokenizer, *, label: str | None = Non
         "the model to fine-tune",
         "prepare the text again, with --tokenizer and the model's folder",
     )
-    data = text.prepared_text(config, prepared, seed=run.config.seed)
+    data = text.prepared_text(config, prepared, seed=run.config.seed, closed=closed)
     language.say_what_there_is(run, data)
     return data
 
@@ -238,7 +63,7 @@ def read_text(run: Run[Config], tokenizer: Tokenizer, *, label: str | None = Non
 def _open_rows(run: Run[Config], format: Any, tokenizer: Tokenizer, label: str | None) -> Prepared:
     """The text of rows, whose form is said."""
     config = run.config.data
-    if label is not None or not config.files:
+    if (label is not None and format != "tags") or not config.files:
         raise ValueError(
             f"data.format={format!r} takes data.files (now {config.files!r}) and no label "
             f"(now {label!r})"
@@ -250,6 +75,9 @@ def _open_rows(run: Run[Config], format: Any, tokenizer: Tokenizer, label: str |
         "names": {name: getattr(config, name) for name in ("prompt", "completion", "messages")},
         "now": _first_start(run) if writes_time(tokenizer) else None,
     }
+    if label is not None:
+        given["names"] = {"text": config.field, "tags": label}
+        given["classes"] = rows.tags_in(config.files, given["names"])
     prepared = text.open_text(config, Data(), tokenizer, rows=given)
     manifest = prepared.manifest
     count = sum(manifest.total(part).documents for part in ("train", "held_out"))
