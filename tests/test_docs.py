@@ -50,6 +50,7 @@ SLOW = {
     *(f"docs/tutorials/{name}.md" for name in ("eight-devices", "equinox", "finetune", "loop")),
 }
 NOT_RUN = {
+    "docs/guides/rewards.md": ["a finished run"],
     "docs/how-to/pretrained.md": ["network"],
     "docs/guides/hugging-face.md": [
         "network",

@@ -3,7 +3,7 @@
 Needs PyTorch, transformers and trl, which the tests do not:
 `python tests/golden/make_preferences_golden.py`. Of three pairs there are the log-probability of
 each token of the answers under the model, and of whole answers under the reference; of each loss
-its mean over the pairs.
+its mean over the pairs. Of a reward model there are the scores of four pairs.
 """
 
 import json
@@ -13,7 +13,7 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import torch
-from trl import DPOTrainer
+from trl import DPOTrainer, RewardTrainer
 from trl.experimental.cpo import CPOTrainer
 
 LENGTHS = [(3, 5), (4, 2), (6, 6)]  # tokens of the chosen and of the rejected answers
@@ -61,6 +61,16 @@ def of_simpo(tokens: list[list[np.ndarray]]) -> float:
     return float(CPOTrainer.cpo_loss(trainer, means[:, 0], means[:, 1])[0].mean())
 
 
+def of_scores(scores: np.ndarray) -> float:
+    """The loss of `RewardTrainer`, whose model gives the scores of all chosen answers, then the
+    rejected ones."""
+    trainer = MagicMock()
+    trainer.args.center_rewards_coefficient = None
+    inputs = {"attention_mask": torch.ones(1)}
+    outputs = SimpleNamespace(logits=torch.tensor(scores.T.reshape(-1, 1)))
+    return float(RewardTrainer.compute_loss(trainer, lambda **_: outputs, inputs))
+
+
 def main() -> None:
     draw = np.random.default_rng(0)
     tokens = [[-draw.exponential(size=n) - 0.01 for n in pair] for pair in LENGTHS]
@@ -68,12 +78,14 @@ def main() -> None:
     reference = whole + draw.normal(size=whole.shape)
     kinds = {"dpo": "sigmoid", "ipo": "ipo", "apo_zero": "apo_zero", "apo_down": "apo_down"}
     found = {ours: of_reference(theirs, tokens, reference) for ours, theirs in kinds.items()}
+    scores = np.array([[0.3, -0.9], [-1.2, 0.4], [2.5, 2.4], [-0.1, 3.0]])
     content = {
         "beta": BETA,
         "gamma": GAMMA,
         "tokens": [[x.tolist() for x in pair] for pair in tokens],
         "reference": reference.tolist(),
-        "losses": found | {"simpo": of_simpo(tokens)},
+        "scores": scores.tolist(),
+        "losses": found | {"simpo": of_simpo(tokens), "reward": of_scores(scores)},
     }
     path = Path(__file__).with_name("preferences.json")
     path.write_text(json.dumps(content, indent=1) + "\n")

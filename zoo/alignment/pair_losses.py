@@ -1,0 +1,265 @@
+"""Losses of preferences: DPO, IPO and APO, and ORPO and SimPO without a reference model.
+
+A batch is a `zoo.alignment.pairs.PairDataset`'s: a pair per row, the chosen example as segment 1
+and the rejected one as segment 2, with weights on the tokens of the answers. A loss is a sum over
+pairs, with their number as its weight.
+
+Legend of suffixes: B batch, T time, E embed, S sides (chosen, rejected).
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, PyTree
+
+from zoo import sharding
+from zoo.alignment.policy import differentiable
+from zoo.common.configuration import require
+from zoo.training import losses
+from zoo.training.loss_values import LossFunction
+from zoo.wrappers import lora
+
+Metrics = dict[str, Array]
+Reference = Literal["batch", "base"]
+# From the log-probabilities of the sides, float32[batch, 2], to the losses, margins of rewards.
+PairLoss = Callable[[Array], tuple[Array, Array]]
+
+
+def dpo(
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    reference: Reference = "batch",
+) -> LossFunction:
+    """Direct preference optimisation (Rafailov et al. 2023), as `make_train_step` takes it.
+
+    The loss of a pair is -log σ(m), of the margin m = beta · (log π(chosen)/π₀(chosen) -
+    log π(rejected)/π₀(rejected)) of its rewards; smoothed, (1 - s) · -log σ(m) + s · -log σ(-m),
+    where a share s of the labels is wrong. The log-probabilities under the reference π₀ are the
+    batch's `reference`, float32[batch, 2], chosen and rejected; or, with reference "base", those
+    of the frozen model under the trained adapters, of which there is no copy.
+
+    The metrics are means over pairs: `accuracy`, the share whose margin is positive, `margin`,
+    `chosen_log_prob` and `rejected_log_prob`, in nats per answer.
+
+    Raises:
+        ValueError: `beta` is not positive, `label_smoothing` not in [0, 0.5); at a call, a batch
+            without `reference`, or a model without adapters.
+    """
+    check(beta, label_smoothing)
+
+    def of(ratios_BS: Array, counts_BS: Array) -> tuple[Array, Array]:
+        margins_B = beta * (ratios_BS[:, 0] - ratios_BS[:, 1])
+        right, wrong = jax.nn.log_sigmoid(margins_B), jax.nn.log_sigmoid(-margins_B)
+        return -(1 - label_smoothing) * right - label_smoothing * wrong, margins_B
+
+    return _against(reference, of)
+
+
+def ipo(*, beta: float = 0.1, reference: Reference = "batch") -> LossFunction:
+    """Identity preference optimisation (Azar et al. 2024), with the options and metrics of `dpo`.
+
+    The loss of a pair is (m - 1 / (2 · beta))², of the margin m = log π(chosen)/π₀(chosen) -
+    log π(rejected)/π₀(rejected), each per token of its answer, as in TRL: it is not driven beyond
+    a margin.
+
+    Raises:
+        ValueError: as of `dpo`.
+    """
+    check(beta)
+
+    def of(ratios_BS: Array, counts_BS: Array) -> tuple[Array, Array]:
+        mean_BS = ratios_BS / jnp.maximum(counts_BS, 1)
+        margins_B = mean_BS[:, 0] - mean_BS[:, 1]
+        return (margins_B - 1 / (2 * beta)) ** 2, margins_B
+
+    return _against(reference, of)
+
+
+def apo(
+    kind: Literal["zero", "down"], *, beta: float = 0.1, reference: Reference = "batch"
+) -> LossFunction:
+    """Anchored preference optimisation (D'Oosterlinck et al. 2024), as `dpo`.
+
+    With the rewards r = beta · log π/π₀ of both answers the loss of a pair is, of kind "zero",
+    σ(-r(chosen)) + σ(r(rejected)), for answers of which the chosen one is better than the model's;
+    and of kind "down" σ(r(chosen)) + σ(r(rejected) - r(chosen)), for answers that are both worse.
+
+    Raises:
+        ValueError: an unknown kind, or as of `dpo`.
+    """
+    check(beta)
+    require(kind in ("zero", "down"), f"kind={kind!r}: choose 'zero' or 'down'")
+
+    def of(ratios_BS: Array, counts_BS: Array) -> tuple[Array, Array]:
+        chosen_B, rejected_B = beta * ratios_BS[:, 0], beta * ratios_BS[:, 1]
+        margins_B = chosen_B - rejected_B
+        if kind == "zero":
+            return jax.nn.sigmoid(-chosen_B) + jax.nn.sigmoid(rejected_B), margins_B
+        return jax.nn.sigmoid(chosen_B) + jax.nn.sigmoid(-margins_B), margins_B
+
+    return _against(reference, of)
+
+
+def _against(
+    reference: Reference, of: Callable[[Array, Array], tuple[Array, Array]]
+) -> LossFunction:
+    """The loss `of` the logarithms of π/π₀, float32[batch, 2], and the answers' tokens."""
+    require(reference in ("batch", "base"), f"reference={reference!r}: choose 'batch' or 'base'")
+
+    def pair_loss(model: PyTree, batch: dict[str, Array], counts_BS: Array) -> PairLoss:
+        reference_BS = _reference(model, batch) if reference == "base" else _stored(batch)
+        return lambda log_probs_BS: of(log_probs_BS - reference_BS, counts_BS)
+
+    loss = functools.partial(_loss, pair_loss)
+    return losses.keeps_dtype("reference")(loss) if reference == "batch" else loss
+
+
+def simpo(*, beta: float = 2.0, gamma: float = 0.5) -> LossFunction:
+    """Simple preference optimisation (Meng et al. 2024), as `make_train_step` takes it.
+
+    The loss of a pair is -log σ(m), where the margin m = beta · (log p(chosen) - log p(rejected)) -
+    gamma has the probabilities p per token. There is no reference model. The metrics are `dpo`'s.
+
+    Raises:
+        ValueError: `beta` is not positive, or `gamma` negative.
+    """
+    check(beta)
+    require(gamma >= 0, f"gamma={gamma}: must not be negative; it is how far apart answers are")
+
+    def pair_loss(model: PyTree, batch: dict[str, Array], counts_BS: Array) -> PairLoss:
+        def of(log_probs_BS: Array) -> tuple[Array, Array]:
+            mean_BS = log_probs_BS / jnp.maximum(counts_BS, 1)
+            margins_B = beta * (mean_BS[:, 0] - mean_BS[:, 1]) - gamma
+            return -jax.nn.log_sigmoid(margins_B), margins_B
+
+        return of
+
+    return functools.partial(_loss, pair_loss)
+
+
+def orpo(*, beta: float = 0.1) -> LossFunction:
+    """Odds-ratio preference optimisation (Hong et al. 2024), as `make_train_step` takes it.
+
+    With p an answer's probability per token, its geometric mean, the loss of a pair is
+    -log p(chosen) - beta · log σ(m), where the margin m is the logarithm of the ratio of the odds
+    p/(1 - p) of both answers. There is no reference model. The metrics are `dpo`'s.
+
+    Raises:
+        ValueError: `beta` is not positive.
+    """
+    check(beta)
+
+    def pair_loss(model: PyTree, batch: dict[str, Array], counts_BS: Array) -> PairLoss:
+        def of(log_probs_BS: Array) -> tuple[Array, Array]:
+            mean_BS = jnp.minimum(log_probs_BS / jnp.maximum(counts_BS, 1), -1e-6)  # p < 1
+            odds_BS = mean_BS - _log_one_minus_exp(mean_BS)
+            margins_B = odds_BS[:, 0] - odds_BS[:, 1]
+            return -mean_BS[:, 0] - beta * jax.nn.log_sigmoid(margins_B), margins_B
+
+        return of
+
+    return functools.partial(_loss, pair_loss)
+
+
+def check(beta: float, label_smoothing: float = 0.0) -> None:
+    """Raise a ValueError for numbers out of their range."""
+    require(beta > 0, f"beta={beta}: must be positive, as 0.1")
+    require(
+        0 <= label_smoothing < 0.5,
+        f"label_smoothing={label_smoothing}: must be in [0, 0.5), the share of wrong labels",
+    )
+
+
+def log_probabilities(model: PyTree, batch: dict[str, Array]) -> Float[Array, "batch 2"]:
+    """The log-probability of each answer of a batch in nats, without dropout and a gradient."""
+    given = losses.readout_and_input(model, batch, None)
+    return _of_answers(losses.token_values(losses.token_losses, *given, batch["targets"]), batch)
+
+
+def _of_answers(losses_BT: Array, batch: dict[str, Array]) -> Float[Array, "batch 2"]:
+    answers_BST = _answers(batch)
+    return -jnp.where(answers_BST > 0, answers_BST * losses_BT[:, None], 0.0).sum(-1)
+
+
+@losses.OF_TOKENS
+def reference_values(
+    model: PyTree, batch: dict[str, Array], key: Array | None
+) -> tuple[Array, Array, Metrics]:
+    """No loss, and `log_probabilities` as a metric `reference`, for `make_eval_step`."""
+    weight = is_pair(batch).sum().astype(jnp.float32)
+    # On every device, as every process reads it.
+    of_pairs = sharding.constrain(log_probabilities(model, batch), None, None)
+    return jnp.float32(0), weight, {"reference": of_pairs}
+
+
+@losses.OF_TOKENS
+def _loss(
+    pair_loss: Callable[..., PairLoss],
+    model: PyTree,
+    batch: dict[str, Array],
+    key: Array | None,
+) -> tuple[Array, Array, Metrics]:
+    losses.check_names(batch, "tokens", "targets", "weights", "segment_ids", "positions")
+    is_pair_B, answers_BST = is_pair(batch), _answers(batch)
+    readout, x_BTE = losses.readout_and_input(model, batch, key)
+    of = pair_loss(model, batch, answers_BST.sum(-1))
+
+    def sums(log_probs_BS: Array) -> tuple[Array, Metrics]:
+        losses_B, margins_B = of(log_probs_BS)
+        metrics = {
+            "accuracy": (margins_B > 0).astype(jnp.float32),
+            "margin": margins_B,
+            "chosen_log_prob": log_probs_BS[:, 0],
+            "rejected_log_prob": log_probs_BS[:, 1],
+        }
+        summed = lambda x_B: jnp.where(is_pair_B, x_B, 0.0).sum()  # noqa: E731
+        return summed(losses_B), {name: summed(x_B) for name, x_B in metrics.items()}
+
+    of_tokens = lambda losses_BT: sums(_of_answers(losses_BT, batch))  # noqa: E731
+    total, metrics = differentiable(of_tokens, readout, x_BTE, batch["targets"])
+    return total, is_pair_B.sum().astype(jnp.float32), metrics
+
+
+def _reference(model: PyTree, batch: dict[str, Array]) -> Array:
+    """The log-probabilities under the model that the trained adapters stand on."""
+    if not lora.has_trained_adapters(model):
+        raise ValueError(
+            "reference='base' is the frozen model under trained adapters, and the model has none: "
+            "adapt it with zoo.lora.adapt, or give the batch a 'reference'"
+        )
+    return log_probabilities(jax.lax.stop_gradient(lora.base(model)), batch)
+
+
+def _stored(batch: dict[str, Array]) -> Array:
+    if "reference" not in batch:
+        raise ValueError(
+            f"the batch has {sorted(batch)}, and no 'reference': make the log-probabilities of the "
+            "reference model ahead (PairDataset.with_reference), or train adapters with "
+            "reference='base'"
+        )
+    return jax.lax.stop_gradient(batch["reference"].astype(jnp.float32))
+
+
+def is_pair(batch: dict[str, Array]) -> Bool[Array, "batch"]:
+    """Whether a row has a pair."""
+    """Whether a row has a pair."""
+    return (batch["segment_ids"] == 2).any(1)
+
+
+def _answers(batch: dict[str, Array]) -> Float[Array, "batch 2 seq"]:
+    """The weights of the answers' tokens: of the chosen ones, and of the rejected ones."""
+    segments = jnp.asarray([[1], [2]], batch["segment_ids"].dtype)[None]
+    is_side_BST = batch["segment_ids"][:, None] == segments
+    return jnp.where(is_side_BST, batch["weights"][:, None], 0.0)
+
+
+def _log_one_minus_exp(x: Array) -> Array:
+    """log(1 - eˣ) of x < 0, accurate near 0 and far from it (Mächler 2012)."""
+    near = x > -math.log(2)
+    of_near = jnp.log(-jnp.expm1(jnp.where(near, x, -1.0)))
+    return jnp.where(near, of_near, jnp.log1p(-jnp.exp(jnp.where(near, -1.0, x))))
