@@ -54,6 +54,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dora": ("qwen2", {"target_modules": "all-linear", "use_dora": True, "use_rslora": True}),
     "conv1d": ("gpt2", {"target_modules": ["c_attn", "c_proj"]}),
     "conv1d_dora": ("gpt2", {"target_modules": ["c_attn"], "use_dora": True}),
+    "head": ("llama", {"target_modules": [*ATTENTION, "lm_head"]}),
+    "tokens": ("llama", {"target_modules": ATTENTION, "trainable_token_indices": [36, 3, 11]}),
+    "tied_tokens": ("qwen2", {"target_modules": ATTENTION, "trainable_token_indices": [2, 30]}),
+    "gpt2_tokens": (
+        "gpt2",
+        {"target_modules": ["c_attn"], "trainable_token_indices": {"wte": [7, 5]}},
+    ),
+    "whole": (
+        "llama",
+        {"target_modules": ATTENTION, "modules_to_save": ["embed_tokens", "lm_head"]},
+    ),
+    "tied_whole": (
+        "qwen2",
+        {"target_modules": ATTENTION, "modules_to_save": ["embed_tokens"]}
+        | {"ensure_weight_tying": True},
+    ),
 }
 
 
@@ -84,6 +100,8 @@ def make(name: str, tokens: np.ndarray) -> None:
                 x.copy_(0.2 * torch.randn(x.shape))
             elif "magnitude" in path:
                 x.mul_(1 + 0.3 * torch.randn(x.shape))
+            elif "trainable_tokens" in path or "modules_to_save" in path:
+                x.add_(0.3 * torch.randn(x.shape))
         logits = adapted(torch.from_numpy(tokens)).logits.numpy()
         with adapted.disable_adapter():
             plain = adapted(torch.from_numpy(tokens)).logits.numpy()

@@ -23,6 +23,7 @@ from zoo.publishing.models import with_paths
 from zoo.sharding.axes import keystr
 from zoo.transformer.config import ExpertsConfig
 from zoo.wrappers.ensemble import Ensemble
+from zoo.wrappers.retrained import Retrained
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = sorted(path.parent.name for path in (GOLDEN / "peft").glob("*/golden.npz"))
@@ -68,6 +69,8 @@ def drawn(model, config: lora.Config):
     def draw(x):
         if not lora.is_adapted(x) or x.frozen:
             return x
+        if isinstance(x, Retrained):
+            return eqx.tree_at(lambda x: x.new, x, x.new + 0.3 * rng.normal(size=x.new.shape))
         up = jnp.asarray(0.2 * rng.normal(size=x.up.shape), jnp.float32)
         x = eqx.tree_at(lambda x: x.up, x, up)
         if x.magnitude is None:
@@ -110,6 +113,15 @@ def sums_of_peft(folder: Path, base: Path) -> dict[str, np.ndarray]:
             factor = tensors[f"{prefix}lora_magnitude_vector"] / length
             total = total * np.expand_dims(factor, inputs)
         found[f"{module}.weight"] = total
+    for key, new in tensors.items():
+        module, end = key.removeprefix("base_model.model.").rsplit(".", 1)
+        if end == "trainable_tokens_delta":
+            name = f"{module.removesuffix('.token_adapter')}.weight"
+            ids = values["trainable_token_indices"]
+            found[name] = weights[name].copy()
+            found[name][ids if isinstance(ids, list) else next(iter(ids.values()))] = new
+        elif end == "weight" and f"{module}.weight" in weights:  # of modules_to_save
+            found[f"{module}.weight"] = new
     return {**weights, **found}
 
 
@@ -136,7 +148,9 @@ def test_adapters_of_peft_give_its_logits(name: str, tmp_path: Path):
     np.testing.assert_allclose(model(tokens), golden["logits"], atol=1e-5)
     merged, plain = arrays(lora.merge(model)), zoo.load(base_of(name))
     changed = [path for path, x in arrays(plain).items() if np.abs(x - merged[path]).max() > 0.1]
-    assert set(changed) == set(lora.config_of(model).targets)
+    config = lora.config_of(model)
+    wanted = {*config.targets, *config.whole, *(["embedding.weight"] if config.tokens else [])}
+    assert set(changed) == wanted
     # Once more as the zoo writes them.
     zoo.save_adapters(tmp_path / "again", model, base=base_of(name))
     again = arrays(lora.merge(zoo.load_adapters(tmp_path / "again", plain)))
@@ -263,7 +277,7 @@ def test_modules_of_models_that_hugging_face_lacks_are_paths(tmp_path: Path):
 REFUSED = {
     "method": ({"peft_type": "IA3"}, r"peft_type='IA3' is not supported, only 'LORA'"),
     "bias": ({"bias": "all"}, r"options that the zoo lacks: bias='all'"),
-    "whole modules": ({"modules_to_save": ["lm_head"]}, r"lacks: modules_to_save=\['lm_head'\]"),
+    "whole modules": ({"modules_to_save": ["norm"]}, r"has 'norm', and the zoo retrains emb"),
     "other bases": ({"init_lora_weights": "pissa"}, r"lacks: init_lora_weights='pissa'"),
     "unknown": ({"new_option": 3}, r"lacks: new_option=3"),
     "targets": (
@@ -530,10 +544,17 @@ def test_malformed_configurations_are_refused(saved):
 
 # --- PEFT itself ------------------------------------------------------------------------------
 
+QV = ("blocks.attention.wq", "blocks.attention.wv")
 WRITTEN = {
-    "llama": lora.Config(3, 7.0),
-    "qwen2": lora.Config(3, 5.0, rank_stabilized=True, dora=True),
-    "gpt2": lora.Config(3, 7.0, ("blocks.attention.wq", "blocks.attention.wv", "blocks.mlp.*")),
+    "llama": ("llama", lora.Config(3, 7.0)),
+    "qwen2": ("qwen2", lora.Config(3, 5.0, rank_stabilized=True, dora=True)),
+    "gpt2": ("gpt2", lora.Config(3, 7.0, (*QV, "blocks.mlp.*"))),
+    "head": ("llama", lora.Config(3, 7.0, (*QV, "head.weight"))),
+    "tokens": ("llama", lora.Config(3, 7.0, QV, tokens=(3, 36, 11))),
+    "tied tokens": ("qwen2", lora.Config(3, 7.0, QV, tokens=(3, 30))),
+    "gpt2's tokens": ("gpt2", lora.Config(3, 7.0, QV, tokens=(4, 1))),
+    "whole": ("llama", lora.Config(3, 7.0, QV, whole=("embedding.weight", "head.weight"))),
+    "tied whole": ("qwen2", lora.Config(3, 7.0, QV, whole=("embedding.weight",))),
 }
 
 
@@ -543,8 +564,9 @@ def test_peft_opens_adapters_of_the_zoo(name: str, tmp_path: Path):
     torch = pytest.importorskip("torch", reason="pip install 'zoo[interop]' to compare with PEFT")
     peft = pytest.importorskip("peft", reason="pip install 'zoo[interop]' to compare with PEFT")
     transformers = pytest.importorskip("transformers", reason="pip install 'zoo[interop]'")
-    base = GOLDEN / "peft" / name
-    model = drawn(zoo.load(base), WRITTEN[name])
+    folder, config = WRITTEN[name]
+    base = GOLDEN / "peft" / folder
+    model = drawn(zoo.load(base), config)
     zoo.save_adapters(tmp_path / "adapters", model, base=base)
     plain = transformers.AutoModelForCausalLM.from_pretrained(base)
     ids = torch.from_numpy(np.asarray(TOKENS, np.int64))

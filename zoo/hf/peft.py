@@ -22,9 +22,9 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from zoo import sharding
-from zoo.hf import layouts, peft_config
+from zoo.hf import layouts, peft_config, peft_tables
 from zoo.hf.layouts import Layout
-from zoo.hf.peft_config import ADAPTER_CONFIG, WEIGHTS, Linear, linears
+from zoo.hf.peft_config import ADAPTER_CONFIG, ROOT, WEIGHTS, Linear, linears
 from zoo.hf.weights import FLOATS
 from zoo.publishing import PublishError
 from zoo.publishing.formats import AdapterFormat, Base, Opened, Options
@@ -42,7 +42,6 @@ from zoo.sharding.axes import keystr
 from zoo.sharding.placement import gathered
 from zoo.wrappers import lora
 
-_ROOT = "base_model.model."
 ENDS = {"down": "lora_A.weight", "up": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 
 
@@ -60,7 +59,7 @@ def layout(path: str, linear: Linear, field: str, rank: int, prefix: str) -> Lay
     names = (*stacked, *ours)
     shape = tuple(sizes[axis] for axis in names)
     rows = ("", linear.part[0]) if len(split) else None
-    tensor = layouts.Tensor(f"{_ROOT}{linear.module}.{ENDS[field]}", theirs, rows=rows)
+    tensor = layouts.Tensor(f"{ROOT}{linear.module}.{ENDS[field]}", theirs, rows=rows)
     return Layout(path, shape, names, tensor, prefix, linear.layers, split)
 
 
@@ -87,6 +86,11 @@ class _Adapters:
             if any(map(self.options.has, linear.names(self.prefix)))
         }
         self._check_targets(table)
+        chosen = peft_tables.chosen(base, self.options, table, self.prefix, self._where)
+        self._new = {
+            f"{path}.new": peft_tables.layout(path, table[path], ids, self.prefix)
+            for path, ids in chosen.items()
+        }
         self._modules = {
             name: linear
             for linear in self.table.values()
@@ -95,12 +99,14 @@ class _Adapters:
         }
         fields = [x for x in ENDS if x != "magnitude" or self.options.use_dora]
         wanted = {
-            f"{_ROOT}{name}.{ENDS[field]}": layout(
+            f"{ROOT}{name}.{ENDS[field]}": layout(
                 "", linear, field, self.options.rank(name), self.prefix
             ).tensor_shape
             for name, linear in self._modules.items()
             for field in fields
         }
+        wanted |= {name: x.tensor_shape for x in self._new.values() for name, _ in x.names()}
+        wanted |= {x: y for x, y in self._copies().items() if x in self._stored}
         check_tensors(f"{self.path}", {x: y.shape for x, y in self._stored.items()}, wanted)
         first = max(self._modules, key=self.options.rank)
         self._scale = self.options.scale(first)
@@ -114,6 +120,8 @@ class _Adapters:
                 rank_stabilized=self.options.use_rslora,
                 dora=self.options.use_dora,
                 dropout=self.options.lora_dropout if has_dropout else 0.0,
+                tokens=next(filter(None, chosen.values()), ()),
+                whole=tuple(path for path, ids in chosen.items() if ids is None),
             )
         except ValueError as error:
             raise PublishError(f"{self._where}: {error}") from error
@@ -160,7 +168,21 @@ class _Adapters:
                 "the zoo has them on all layers, and the missing ones would be trained too"
             )
 
+    def _copies(self) -> dict[str, tuple[int, ...]]:
+        """Tensors that PEFT stores once more, with their shapes: of a head under its adapter, which
+        is the base's, and of a retrained embedding as the head that it is too."""
+        copies = {}
+        for name, linear in self._modules.items():
+            if linear.end == "head":
+                found = peft_tables.layout("", linear, None, self.prefix)
+                copies[f"{ROOT}{name}.base_layer.weight"] = found.tensor_shape
+        for found in self._new.values() if self.options.ensure_weight_tying else ():
+            copies[peft_tables.TIED] = found.tensor_shape
+        return copies
+
     def _layout(self, name: str) -> Layout:
+        if name in self._new:
+            return self._new[name]
         path, _, field = name.rpartition(".")
         return layout(name, self.table[path], field, self.config.rank, self.prefix)
 
@@ -178,8 +200,10 @@ class _Adapters:
 
     def _tensor(self, read: Callable[..., np.ndarray], name: str) -> np.ndarray:
         """A tensor, of the common rank and for the common scale."""
-        field = next(field for field, end in ENDS.items() if name.endswith(end))
-        module, rank = name.removeprefix(_ROOT).removesuffix(f".{ENDS[field]}"), self.config.rank
+        field = next((field for field, end in ENDS.items() if name.endswith(end)), None)
+        if field is None:  # of what is retrained
+            return read(self.path, name, ())
+        module, rank = name.removeprefix(ROOT).removesuffix(f".{ENDS[field]}"), self.config.rank
         if module not in self._modules:
             linear = next(x for x in self.table.values() if module in x.names(self.prefix))
             return np.zeros(layout("", linear, field, rank, self.prefix).tensor_shape, np.float32)
@@ -194,7 +218,7 @@ class _Adapters:
 def _prefix(prefixes: tuple[str, ...], table: dict[str, Linear], stored: Any) -> str:
     """The first of the family's prefixes that some tensor has."""
     for prefix in prefixes:
-        roots = {f"{_ROOT}{name}." for x in table.values() for name in x.names(prefix)}
+        roots = {f"{ROOT}{name}." for x in table.values() for name in x.names(prefix)}
         if any(name.rpartition("lora_")[0] in roots for name in stored):
             return prefix
     return prefixes[0]
@@ -237,8 +261,8 @@ class _Peft(AdapterFormat):
         (prefix, *_), task, table, _ = linears(model)
         modules = _by_module(table, config)
         leaves = jtu.tree_leaves_with_path(model, is_leaf=lora.is_adapted)
-        nodes = {keystr(path): node for path, node in leaves if keystr(path) in config.targets}
-        tensors: dict[str, Tensor] = {}
+        nodes = {keystr(path): node for path, node in leaves if lora.is_adapted(node)}
+        tensors: dict[str, Tensor] = peft_tables.tensors(model, nodes, table, prefix)
         for parts in modules:
             tensors |= _tensors({path: (nodes[path], x) for path, x in parts.items()}, prefix)
         if folder is not None:
@@ -247,6 +271,7 @@ class _Peft(AdapterFormat):
                 peft_config.NAME: base.name,
                 peft_config.REVISION: base.revision,
                 **peft_config.fields(config, chosen, table.values(), prefix),
+                **peft_tables.fields(model, nodes, table, prefix),
                 "task_type": task,
             }
             text = json.dumps(values, indent=2, sort_keys=True)

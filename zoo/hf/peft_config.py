@@ -32,6 +32,7 @@ from zoo.wrappers import lora
 
 ADAPTER_CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 NAME, REVISION = "base_model_name_or_path", "revision"  # of the base
+ROOT = "base_model.model."  # before the names of modules
 METADATA = "zoo"  # in the header of the weights, which PEFT does not read
 # Without effect on what the adapters compute.
 _IGNORED = words(
@@ -43,6 +44,10 @@ _IGNORED = words(
 )
 # The other ways to begin change the matrices of the base too.
 _BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
+_ENDS: dict[tuple, str] = {
+    ("vocab", "embed"): "embedding",
+    ("embed", "vocab"): "head",
+}  # by their logical axes
 _NOTHING: tuple[Any, ...] = (None, False, "none", [], {})
 
 
@@ -68,6 +73,8 @@ class Linear:
     """The numbers of the module's outputs that each matrix has; () if there is one, in order."""
     layers: Sequence[int] | None = None
     """The layers that have the matrix; None if all have it."""
+    end: str = ""
+    """"embedding" or "head" where the matrix is that of tokens."""
 
     def names(self, prefix: str) -> list[str]:
         """The name of the module in each layer; where each expert has one, of the first one's."""
@@ -146,6 +153,7 @@ def linears(model: PyTree) -> Linears:
             refusal=refusal,
             split=split,
             layers=layers_of(getattr(plain, "config", None), key) if family else None,
+            end=_ENDS.get(names, ""),
         )
 
     map_parameters(add, plain)
@@ -183,6 +191,9 @@ class Options:
     use_rslora: bool = False
     use_dora: bool = False
     lora_dropout: float = 0.0
+    modules_to_save: tuple[str, ...] | None = None
+    trainable_token_indices: tuple[int, ...] | dict | None = None
+    ensure_weight_tying: bool = False
 
     def rank(self, module: str) -> int:
         """The rank of a module's adapter."""
@@ -199,12 +210,12 @@ class Options:
 
     def has(self, module: str) -> bool:
         """Whether a module has an adapter, as PEFT decides it."""
-        if self.exclude_modules and _matches(self.exclude_modules, module):
+        if self.exclude_modules and matches(self.exclude_modules, module):
             return False
         targets = self.target_modules
         if targets == ALL_LINEAR:
             return not module.endswith("lm_head")
-        if not _matches(targets, module):
+        if not matches(targets, module):
             return False
         layers = self.layers_to_transform
         if isinstance(targets, str) or layers is None or layers == ():
@@ -221,7 +232,7 @@ def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -
     return next(found, default)
 
 
-def _matches(names: tuple[str, ...] | str | None, module: str) -> bool:
+def matches(names: tuple[str, ...] | str | None, module: str) -> bool:
     """Whether a module has one of these names, or whether a regular expression matches it."""
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
@@ -335,5 +346,4 @@ def fields(
         "init_lora_weights": True,
         "inference_mode": True,
         "layers_to_transform": None,
-        "modules_to_save": None,
     }

@@ -89,7 +89,8 @@ def per_token(model: PyTree, seq_len: int) -> float | None:
     """
     if not isinstance(model, Transformer):
         return None
-    adapters = [x for x in jax.tree.leaves(model, is_leaf=is_adapted) if is_adapted(x)]
+    leaves = jax.tree.leaves(model, is_leaf=is_adapted)
+    adapters = [x for x in leaves if isinstance(x, Adapted)]
     total, weights = (num_flops_per_token(model.config, length) for length in (seq_len, 0))
     return total - bool(adapters) * weights / 3 + 6 * sum(_used(x, model.config) for x in adapters)
 

@@ -9,7 +9,7 @@ are found by `formats`. Folders of adapters name the model that they are on.
 import fnmatch
 import json
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -313,17 +313,21 @@ def with_paths(config: lora.Config, model: PyTree) -> lora.Config:
             return [target]
         return [path for path, name in modules.items() if f".{name}".endswith(f".{target}")]
 
-    found: dict[str, None] = {}
-    for target in (name for names in config.targets for name in names.split(",")):
-        if not (chosen := paths(target)):
-            names = sorted({name.rpartition(".")[2] for name in modules.values()})
-            raise ValueError(
-                f"targets={target!r} matches no matrix; those are {', '.join(matrices)}"
-                + (f", or by the names of modules: {', '.join(names)}" if names else "")
-                + f", or {ALL_LINEAR!r} for all but embeddings and heads"
-            )
-        found |= dict.fromkeys(chosen)
-    return replace(config, targets=tuple(found))
+    def chosen(field: str, targets: Iterable[str]) -> tuple[str, ...]:
+        found: dict[str, None] = {}
+        for target in (name for names in targets for name in names.split(",")):
+            if not (those := paths(target)):
+                names = sorted({name.rpartition(".")[2] for name in modules.values()})
+                raise ValueError(
+                    f"{field}={target!r} matches no matrix; those are {', '.join(matrices)}"
+                    + (f", or by the names of modules: {', '.join(names)}" if names else "")
+                    + f", or {ALL_LINEAR!r} for all but embeddings and heads"
+                )
+            found |= dict.fromkeys(those)
+        return tuple(found)
+
+    targets = chosen("targets", config.targets)
+    return replace(config, targets=targets, whole=chosen("whole", config.whole))
 
 
 def check_finite(model: PyTree, folder: Path) -> None:

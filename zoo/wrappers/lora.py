@@ -25,6 +25,7 @@ from zoo.nn.products import Operand, is_operand, matmul, transposed
 from zoo.sharding.axes import keystr, map_parameters, named_alone
 from zoo.sharding.names import Named
 from zoo.sharding.rules import is_hidden_matrix, is_matrix, matrix_axes
+from zoo.wrappers.retrained import Retrained, retrained, retrained_in, value_of
 
 Model = TypeVar("Model")
 
@@ -45,9 +46,17 @@ class Config:
     """Train the length of each column of a matrix apart from its direction (Liu et al. 2024)."""
     dropout: float = 0.0
     """Rate of dropout on the input of each adapter in training."""
+    tokens: tuple[int, ...] = ()
+    """Ids of tokens whose rows in the embedding are trained too, as of new tokens."""
+    whole: tuple[str, ...] = ()
+    """Paths of the embedding and the head where the whole of them is trained too."""
 
     def __post_init__(self) -> None:
         check(self)
+        require(
+            min(self.tokens, default=0) >= 0 and len({*self.tokens}) == len(self.tokens),
+            f"tokens={self.tokens}: ids are not negative, and each is there once",
+        )
         require(
             self.rank > 0 and self.alpha > 0,
             f"rank={self.rank}, alpha={self.alpha}: both must be positive",
@@ -92,6 +101,11 @@ class Adapted(Operand):
         return self.weight.dtype
 
     @property
+    def trained(self) -> list[Any]:
+        """The arrays that are trained."""
+        return [x for x in (self.down, self.up, self.magnitude) if x is not None]
+
+    @property
     def rank(self) -> int:
         """The rank of the adapter."""
         return self.down.shape[-1]
@@ -124,7 +138,7 @@ class Adapted(Operand):
             (((self.down.ndim - 1,), (len(stacked),)), (stacked, stacked)),
             precision=jax.lax.Precision.HIGHEST,
         )
-        return _array(self.weight).astype(jnp.float32) + self.scale * added
+        return value_of(self.weight).astype(jnp.float32) + self.scale * added
 
     def times(
         self, x: Float[Array, "..."], *, contract: int = 1, dtype: DTypeLike | None = None
@@ -188,10 +202,6 @@ def _lengths(x: Float[Array, "..."], axes: tuple[int, ...]) -> Float[Array, "...
     return jnp.sqrt(jnp.square(x).sum(axes))
 
 
-def _array(weight: Array | Operand) -> Array:
-    return weight.value() if isinstance(weight, Operand) else weight
-
-
 def _adapted(
     weight: Float[Array, "..."] | Operand, named: Named, config: Config, key: Key[Array, ""]
 ) -> Adapted:
@@ -205,7 +215,7 @@ def _adapted(
     into, out = ([str(names[axis]) for axis in axes] for axes in (inputs, outputs))
     magnitude = seed = None
     if config.dora:
-        magnitude = _lengths(_array(weight).astype(jnp.float32), inputs)
+        magnitude = _lengths(value_of(weight).astype(jnp.float32), inputs)
     if config.dropout:
         seed = jax.random.bits(jax.random.fold_in(key, 1), stacked, jnp.uint32)
     return Adapted(
@@ -231,8 +241,8 @@ def _adapted(
 
 
 def is_adapted(x: Any) -> bool:
-    """Whether a node of a model is a matrix with its adapter."""
-    return isinstance(x, Adapted)
+    """Whether a node of a model is a matrix with its adapter, or one with retrained values."""
+    return isinstance(x, Adapted | Retrained)
 
 
 def adapt(model: Model, config: Config, *, key: Key[Array, ""]) -> Model:
@@ -243,17 +253,23 @@ def adapt(model: Model, config: Config, *, key: Key[Array, ""]) -> Model:
 
     Raises:
         ValueError: a target that matches no matrix, or with dropout one that cannot have it: an
-            embedding, a head, experts, a recurrence.
+            embedding, a head, experts, a recurrence; tokens that no embedding has, or a path of
+            `whole` that is no embedding or head, or a target.
     """
     chosen, outline = targets(model, config), _outline(model)
+    ends = retrained_in(outline, config.tokens, config.whole)
+    if both := sorted({*chosen} & {*ends}):
+        raise ValueError(f"targets and tokens or whole: {both[0]} is in both; leave it out of one")
 
     def place(path: tuple, leaf: Any, node: Any) -> Any:
         name = keystr(path)
         if is_adapted(node):
             node = dataclasses.replace(node, frozen=True)
-        if name not in chosen:
+        if name not in chosen and name not in ends:
             return node
         named = named_alone(outline, path, leaf)
+        if name in ends:
+            return retrained(node, named, ends[name])
         if config.dropout and not (takes_operands(outline, path) and is_hidden_matrix(named.names)):
             raise ValueError(
                 f"dropout={config.dropout}: {name} cannot have it, as it is no plain product of a "
@@ -307,8 +323,8 @@ def targets(model: PyTree, config: Config) -> list[str]:
     return found
 
 
-def _adapters(model: PyTree) -> dict[str, Adapted]:
-    """The matrices with adapters that are not merged, by path."""
+def _adapters(model: PyTree) -> dict[str, Adapted | Retrained]:
+    """The matrices with adapters that are not merged, by path, and the retrained ones."""
     leaves = jtu.tree_leaves_with_path(model, is_leaf=is_adapted)
     return {keystr(path): x for path, x in leaves if is_adapted(x)}
 
@@ -341,10 +357,11 @@ def config_of(model: PyTree) -> Config:
     Raises:
         ValueError: a model without trained adapters.
     """
-    found = {path: x for path, x in _adapters(model).items() if not x.frozen}
+    newest = {path: x for path, x in _adapters(model).items() if not x.frozen}
+    found = {path: x for path, x in newest.items() if isinstance(x, Adapted)}
     if not found:
         raise ValueError("the model has no adapters to save")
-    one = next(iter(found.values()))
+    one, ids = next(iter(found.values())), [getattr(x, "ids", ()) for x in newest.values()]
     return Config(
         one.rank,
         one.alpha,
@@ -352,11 +369,13 @@ def config_of(model: PyTree) -> Config:
         rank_stabilized=one.rank_stabilized,
         dora=one.magnitude is not None,
         dropout=one.dropout,
+        tokens=next(filter(None, ids), ()),
+        whole=tuple(path for path, x in zip(newest, ids, strict=True) if x is None),
     )
 
 
 def trainable(model: PyTree) -> PyTree:
-    """A tree of booleans, for `make_train_step`: only the adapters are trained.
+    """A tree of booleans, for `make_train_step`: only the adapters and new values are trained.
 
     Where there are adapters on adapters, only the newest are trained.
     """
@@ -365,7 +384,6 @@ def trainable(model: PyTree) -> PyTree:
         chosen = jax.tree.map(lambda _: False, node)
         if not is_adapted(node) or node.frozen:
             return chosen
-        parts = lambda x: [x.down, x.up] + ([] if x.magnitude is None else [x.magnitude])  # noqa: E731
-        return eqx.tree_at(parts, chosen, [True] * len(parts(node)))
+        return eqx.tree_at(lambda x: x.trained, chosen, [True] * len(node.trained))
 
     return jax.tree.map(mark, model, is_leaf=is_adapted)
