@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, PyTree
 from zoo.alignment.pair_losses import Metrics, is_pair
 from zoo.common.configuration import require
 from zoo.data import text
-from zoo.data.chats import ChatTemplate
+from zoo.data.chats import ChatTemplate, Part
 from zoo.data.rows import encode_parts
 from zoo.data.tokenizer import begun, end_id, load_tokenizer
 from zoo.publishing import models
@@ -124,7 +124,7 @@ class Scorer:
 
     def __call__(self, prompt: str, answer: str, row: Mapping[str, Any]) -> float:
         """The score of an answer, with the token that ends it."""
-        parts = [(prompt, False), (answer, True)]
+        parts: list[Part] = [(prompt, False), (answer, True)]
         ids, _ = encode_parts(self._tokenizer, parts, is_chat=self._is_chat)
         whole = begun(self._tokenizer, ids.tolist())
         whole += [self._end] * (whole[-1] != self._end)
