@@ -558,14 +558,10 @@ def test_averages_follow_their_formula_without_skipped_steps_and_compiles(tmp_pa
     dataset = poisoned_dataset(7)
     bad = poisoned_steps(dataset, 12)
     assert bad
-    warm, plain, weights, compiles = (
-        *(callbacks.Average(0.9, warmup=warmup) for warmup in (True, False)),
-        Weights(),
-        Compiles(),
-    )
-    plain.name = "plain"
+    warm, plain = (callbacks.Average(0.9, warmup=warmup) for warmup in (True, False))
+    plain.name, weights, compiles = "plain", Weights(), Compiles()
     options = {"dataset": dataset, "loss_fn": poisoned}
-    fit(config(tmp_path, on_nonfinite="skip"), warm, plain, weights, compiles, **options)
+    fit(config(tmp_path, on_nonfinite="skip"), compiles, warm, plain, weights, **options)
     assert len(weights.seen) == 13
     kept = [x for step, x in enumerate(weights.seen) if step not in bad]
     for average in (warm, plain):

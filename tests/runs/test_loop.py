@@ -86,7 +86,7 @@ def poisoned_dataset(first):
 
 
 def config(folder, **options):
-    defaults = {"steps": 30, "log_every": 10, "eval_every": 1000, "checkpoint_every": 10}
+    defaults = {"steps": 30, "log_every": 10, "eval_every": 1000, "checkpoint_every": 1000}
     options = defaults | {"precision": "fp32", "compilation_cache": None} | options
     return Config(**{"run_dir": folder / "run"} | options)
 
@@ -458,7 +458,7 @@ def signals(*numbers):
 
 def test_signals_save_and_exit(tmp_path, capsys):
     handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    run = config(tmp_path, eval_every=5, checkpoint_every=1000)
+    run = config(tmp_path, eval_every=5)
     with pytest.raises(SystemExit) as exit:
         fit(run, evaluate=signals(signal.SIGINT))
     assert exit.value.code == 130

@@ -287,6 +287,7 @@ def _has_no_traceback(record: logging.LogRecord) -> bool:
     return record.exc_info is None or bool(os.environ.get("ZOO_TRACEBACK"))
 
 
+@functools.cache  # reading them takes as long as a hundred small steps
 def versions() -> dict[str, str]:
     """The versions of the packages that a run's numbers depend on."""
     found = {}
