@@ -49,27 +49,26 @@ class Spec:
     """How rows of a format become examples."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Tokenized:
     """The record of a split whose shard is whole: it is not tokenized again.
 
     `documents` have a token and are no `duplicates` of others of the shard; `tokens` are all in
-    the file, and `bytes` all of the text.
+    the file. `labels` have their numbers in the records.
     """
 
     split: str
     spec: Spec
-    documents: int
-    duplicates: int
-    empty: int
-    first_empty: str | None
-    tokens: int
-    bytes: int
-    special_tokens: int
-    labels: list[str]
-    form: str | None
+    documents: int = 0
+    duplicates: int = 0
+    empty: int = 0
+    first_empty: str | None = None
+    tokens: int = 0
+    special_tokens: int = 0
+    labels: dict[str, int] = dataclasses.field(default_factory=dict)
+    form: str | None = None
     """The form of rows, in words."""
-    framed: bool
+    framed: bool = False
 
 
 def prepare_shard(
@@ -93,21 +92,8 @@ def prepare_shard(
         for batch in _batches(_examples(split, spec, tokenizer)):
             writer.add(batch)
         writer.end_run()
-    documents = _merge(runs, writer.runs, records)
-    done = Tokenized(
-        split=split.version,
-        spec=spec,
-        documents=documents,
-        duplicates=writer.documents - documents,
-        empty=writer.empty,
-        first_empty=writer.first_empty,
-        tokens=writer.tokens,
-        bytes=writer.bytes,
-        special_tokens=writer.special_tokens,
-        labels=[*writer.labels],
-        form=None if writer.form is None else writer.form.described,
-        framed=writer.form is not None and writer.form.is_chat,
-    )
+    done, documents = writer.done, _merge(runs, writer.runs, records)
+    done.documents, done.duplicates = documents, done.documents - documents
     sums = format.block_sums(tokens)
     if spec.rows is None:
         weights.unlink()
@@ -210,50 +196,46 @@ class _Writer:
         self._dtype = np.dtype(format.dtype_of(tokenizer.vocab_size)).newbyteorder("<")
         self._pending: list[tuple[int, ...]] = []
         self.runs: list[int] = []  # their lengths
-        self.documents = self.tokens = self.bytes = self.empty = self.special_tokens = 0
-        self.first_empty: str | None = None
-        self.form: Form | None = None
-        self.labels: dict[str, int] = {}
+        self.done = Tokenized(split.version, spec)
 
     def add(self, batch: list[_Example]) -> None:
-        self.form = batch[0].form
-        is_chat = self.form is not None and self.form.is_chat
-        quoted = is_chat and self._spec.special_tokens != "parse"
-        for example, (ids, counted) in zip(batch, self._encoded(batch, is_chat), strict=True):
+        done = self.done
+        if (form := batch[0].form) is not None:
+            done.form, done.framed = form.described, form.is_chat
+        quoted = done.framed and self._spec.special_tokens != "parse"
+        for example, (ids, counted) in zip(batch, self._encoded(batch), strict=True):
             document = example.document
             name = source_name(self._names[document.source], document.record)
             if len(ids) == 0 and not self._keeps_empty:
-                self.empty += 1
-                self.first_empty = self.first_empty or name
+                done.empty += 1
+                done.first_empty = done.first_empty or name
                 continue
             format.check_ids(ids, self._tokenizer.vocab_size, repr(name))
             self._check_letters(document.text, ids, name)
-            self.special_tokens += count_special(self._tokenizer, document.text, ids, quoted)
-            size = counted_bytes(example.parts)
+            done.special_tokens += count_special(self._tokenizer, document.text, ids, quoted)
             label = 0
             if document.label is not None:
-                label = self.labels.setdefault(document.label, len(self.labels))
+                label = done.labels.setdefault(document.label, len(done.labels))
             halves = np.frombuffer(example.hashed, hashes.HASH)[0].item()
-            place = (self.tokens, len(ids), document.source, document.record)
-            sizes = (size, int(np.count_nonzero(counted)))
+            place = (done.tokens, len(ids), document.source, document.record)
+            sizes = (counted_bytes(example.parts), int(np.count_nonzero(counted)))
             self._pending.append((*halves, *place, *sizes, label, example.part))
             self._token_file.write(np.ascontiguousarray(ids, self._dtype).data)
             if self._spec.rows is not None:
                 self._weights_file.write(counted.astype(np.uint8).data)
-            self.documents += 1
-            self.tokens += len(ids)
-            self.bytes += size
+            done.documents += 1
+            done.tokens += len(ids)
         if len(self._pending) >= hashes.SLICE // 4:  # tuples are large
             self.end_run()
 
-    def _encoded(self, batch: list[_Example], is_chat: bool) -> Iterator[Counted]:
-        if self.form is not None:
-            classes = self._spec.rows and self._spec.rows.get("classes")
+    def _encoded(self, batch: list[_Example]) -> Iterator[Counted]:
+        if (rows := self._spec.rows) is not None:
+            classes = rows.get("classes")
             for example in batch:
                 if classes:
                     yield encode_tags(self._tokenizer, example.parts, classes)
                 else:
-                    yield encode_parts(self._tokenizer, example.parts, is_chat=is_chat)
+                    yield encode_parts(self._tokenizer, example.parts, is_chat=self.done.framed)
             return
         for ids in encode(self._tokenizer, [example.document.text for example in batch]):
             inner = ids[unframed(self._tokenizer, ids)]
