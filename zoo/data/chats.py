@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zoo.common.files import local_path
-from zoo.data.special_tokens import AS_TEXT
-from zoo.data.tokenizer import CHAT_TEMPLATE_NAME, BPETokenizer, Ids, Reading, Tokenizer, reading
+from zoo.data.special_tokens import AS_TEXT, CHAT_TEMPLATE_NAME
+from zoo.data.tokenizer import BPETokenizer, Ids, Reading, Tokenizer, reading
 
 Record = dict[str, Any]
 Message = Mapping[str, Any]

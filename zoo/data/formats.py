@@ -392,20 +392,6 @@ def _check_columns(names: Sequence[str], wanted: Iterable[str], path: str) -> No
         )
 
 
-def text_of(record: dict[str, Any], field: str) -> str:
-    """The text in a field of a record; a ValueError unless it is one."""
-    text = record.get(field)
-    if not isinstance(text, str):
-        raise ValueError(
-            f"no text in field {field!r}, but {text!r:.40}; its fields are {sorted(record)}"
-        )
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # "\ud800" is valid JSON, but no text
-        raise ValueError(f"lone surrogate at character {error.start} of {field!r}") from error
-    return text
-
-
 def _check_length(length: int, where: str) -> None:
     if length > MAX_DOCUMENT:
         raise ValueError(
@@ -424,44 +410,18 @@ class Format(NamedTuple):
 
 
 TEXT = Format(read_text, divisible=False)
-_PARQUET = Format(read_parquet, divisible=True)
+PARQUET = Format(read_parquet, divisible=True)
 FORMATS = {
     ".jsonl": Format(read_jsonl, divisible=True),
     ".ndjson": Format(read_jsonl, divisible=True),
     ".json": Format(read_json, divisible=False),
     ".csv": Format(read_csv, divisible=False),
     **dict.fromkeys((".fasta", ".fa", ".faa", ".fna"), Format(read_fasta, divisible=False)),
-    ".parquet": _PARQUET,
+    ".parquet": PARQUET,
 }
 """Formats of records with fields by suffix; every other file is a text."""
-
-_REFUSED = {
-    ".arrow": "write it as Parquet",
-    ".feather": "write it as Parquet",
-    **dict.fromkeys((".tar", ".tgz", ".zip", ".7z"), "unpack the archive"),
-    **dict.fromkeys((".bz2", ".xz", ".lz4", ".br"), "compress it as .gz or .zst instead"),
-}
 
 
 def format_of(path: str) -> Format:
     """The format of a file, by its suffix, or the one before .gz or .zst."""
     return FORMATS.get(splitext(path.lower().removesuffix(compression_of(path)))[1], TEXT)
-
-
-def check_readable(path: str) -> None:
-    """Raise an error for a file that cannot be prepared, by its name alone.
-
-    Raises:
-        ImportError: it needs an extra that is not installed.
-        ValueError: its format has no documents, with what to do.
-    """
-    compression, format = compression_of(path), format_of(path)
-    reason = _REFUSED.get(splitext(path.lower().removesuffix(compression))[1])
-    if compression and format is _PARQUET:
-        reason = ".parquet files compress their content by themselves: decompress it"
-    if reason:
-        raise ValueError(f"{path} cannot be read: {reason}; or leave it out of the pattern")
-    if compression == ".zst":
-        extra("zstandard", "compressed", path)
-    if format is _PARQUET:
-        extra("pyarrow", "parquet", path)

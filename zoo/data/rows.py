@@ -20,8 +20,8 @@ from zoo.data.chats import (
     parts_of,
     tools_of,
 )
-from zoo.data.formats import FORMATS, TEXT, format_of, text_of
-from zoo.data.splits import Split, plan_splits
+from zoo.data.formats import FORMATS, TEXT, format_of
+from zoo.data.splits import Split, plan_splits, text_of
 from zoo.data.tags import MOST, of_tags
 from zoo.data.tokenizer import Tokenizer, end_id, reading, unframed
 

@@ -1,5 +1,7 @@
 """Special tokens: which they are, by the files of a tokenizer's folder, and their names in a text.
 
+The files that go out with a tokenizer as they came are listed here too.
+
 They are read as transformers reads them: from `tokenizer_config.json`, from
 `special_tokens_map.json` where that one lists no added tokens, and further ends of text from
 `generation_config.json`.
@@ -21,6 +23,27 @@ AS_TEXT, HIDDEN = "\ufdd2", "\ufdd4"
 CONFIG_NAME = "tokenizer_config.json"  # names the bos and eos tokens in Hugging Face folders
 SPECIAL_TOKENS_MAP_NAME = "special_tokens_map.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
+CHAT_TEMPLATE_NAME = "chat_template.jinja"  # the template of newer Hugging Face folders
+# Files beside the tokenizer that belong to it, and go out again as they came.
+BESIDE = (
+    SPECIAL_TOKENS_MAP_NAME,
+    GENERATION_CONFIG_NAME,
+    "added_tokens.json",
+    CHAT_TEMPLATE_NAME,
+    "additional_chat_templates/*.jinja",  # further templates, by name
+    # The same vocabulary for other programs, such as converters.
+    "tokenizer.model",
+    "sentencepiece.bpe.model",
+    "spiece.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    # Processors, of models that read other things than text too.
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 
 
 def named_tokens(

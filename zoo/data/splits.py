@@ -8,22 +8,29 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from os.path import splitext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zoo.common.addresses import files_matching
 from zoo.data.formats import (
     FORMATS,
+    PARQUET,
     TEXT,
     Piece,
-    check_readable,
     compression_of,
+    extra,
     format_of,
-    text_of,
     whole_file,
 )
 
 _PLACES = 256  # in the corpus that are sampled, about
+_REFUSED = {
+    ".arrow": "write it as Parquet",
+    ".feather": "write it as Parquet",
+    **dict.fromkeys((".tar", ".tgz", ".zip", ".7z"), "unpack the archive"),
+    **dict.fromkeys((".bz2", ".xz", ".lz4", ".br"), "compress it as .gz or .zst instead"),
+}
 
 
 @dataclass(frozen=True)
@@ -137,6 +144,25 @@ def _pieces(file: Piece, shard_bytes: int) -> list[Piece]:
     ]
 
 
+def check_readable(path: str) -> None:
+    """Raise an error for a file that cannot be prepared, by its name alone.
+
+    Raises:
+        ImportError: it needs an extra that is not installed.
+        ValueError: its format has no documents, with what to do.
+    """
+    compression, format = compression_of(path), format_of(path)
+    reason = _REFUSED.get(splitext(path.lower().removesuffix(compression))[1])
+    if compression and format is PARQUET:
+        reason = ".parquet files compress their content by themselves: decompress it"
+    if reason:
+        raise ValueError(f"{path} cannot be read: {reason}; or leave it out of the pattern")
+    if compression == ".zst":
+        extra("zstandard", "compressed", path)
+    if format is PARQUET:
+        extra("pyarrow", "parquet", path)
+
+
 class SourceDocument(NamedTuple):
     """A text with the place it was read from."""
 
@@ -181,6 +207,20 @@ def read_split(
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from error
             yield SourceDocument(source, number, text, None if label is None else str(found))
+
+
+def text_of(record: dict[str, Any], field: str) -> str:
+    """The text in a field of a record; a ValueError unless it is one."""
+    text = record.get(field)
+    if not isinstance(text, str):
+        raise ValueError(
+            f"no text in field {field!r}, but {text!r:.40}; its fields are {sorted(record)}"
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # "\ud800" is valid JSON, but no text
+        raise ValueError(f"lone surrogate at character {error.start} of {field!r}") from error
+    return text
 
 
 def sample_texts(

@@ -29,7 +29,7 @@ from zoo.data.prepared.opening import (
 from zoo.data.rows import RowOptions
 from zoo.data.splits import Given
 from zoo.data.token_datasets import BucketedDataset, PackedDataset, TokenDataset
-from zoo.data.tokenizer import Reading, Tokenizer, begin_id, described, end_id, load_tokenizer
+from zoo.data.tokenizer import Reading, Tokenizer, begin_id, end_id, load_tokenizer
 
 SOURCE_NAME = r"[A-Za-z_][\w-]*"  # of a mixture
 
@@ -244,6 +244,18 @@ def prepared_text(config: Source, prepared: Prepared, *, seed: int, closed: bool
     found = described(manifest.special_tokens, prepared.reading == "parse")
     sample = Sample(prepared.held_out, tokenizer)
     return Text(tokenizer, train, held_out, sample, manifest.classes, prepared, found)
+
+
+def described(count: int, parsed: bool, flag: str = "--data.special-tokens") -> str:
+    """The number of special tokens, or of their names that are plain text, in words."""
+    if not count:
+        return ""
+    if parsed:
+        return f"{count:,} special tokens parsed"
+    return (
+        f"the text has {count:,} names of special tokens, read as plain characters: {flag} parse "
+        "makes tokens of them"
+    )
 
 
 def check_label(config: Source, label: str | None) -> None:

@@ -20,11 +20,11 @@ from zoo.data import letters
 from zoo.data.special_tokens import (
     AS_TEXT,
     BEGINS,
+    BESIDE,
     CONFIG_NAME,
     END_OF_TEXT,
     ENDS,
     GENERATION_CONFIG_NAME,
-    SPECIAL_TOKENS_MAP_NAME,
     listed_ends,
     named_tokens,
     read_json,
@@ -37,27 +37,6 @@ Reading = Literal["parse", "text"]
 """Whether the name of a special token in a text is that token, or plain characters."""
 
 FILE_NAME = "tokenizer.json"
-CHAT_TEMPLATE_NAME = "chat_template.jinja"  # the template of newer Hugging Face folders
-# Files beside the tokenizer that belong to it, and go out again as they came.
-BESIDE = (
-    SPECIAL_TOKENS_MAP_NAME,
-    GENERATION_CONFIG_NAME,
-    "added_tokens.json",
-    CHAT_TEMPLATE_NAME,
-    "additional_chat_templates/*.jinja",  # further templates, by name
-    # The same vocabulary for other programs, such as converters.
-    "tokenizer.model",
-    "sentencepiece.bpe.model",
-    "spiece.model",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    # Processors, of models that read other things than text too.
-    "chat_template.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-)
 # Pre-tokens for source code, which merges never cross. In turn: a line break with the blank lines
 # and the indentation around it; a dotted name with up to two marks before it ("(self.name"); other
 # marks, with a space or a line break after them ("):\n    "); runs of spaces. Held-out Python has
@@ -222,12 +201,9 @@ class BPETokenizer:
                 f"vocab_size={vocab_size} has no room for 256 bytes and a separator: at least 257"
             )
         tokenizer = HFTokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(PRE_TOKENS), behavior="isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
+        split = pre_tokenizers.Split(Regex(PRE_TOKENS), behavior="isolated")
+        as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, as_bytes])
         tokenizer.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
@@ -417,18 +393,6 @@ def count_special(tokenizer: Tokenizer, text: str, ids: np.ndarray, quoted: bool
         return int(np.isin(ids, list(tokenizer.special_ids)).sum())
     pattern = tokenizer.marked if quoted else tokenizer.names
     return sum(1 for name in pattern.findall(text) if name)
-
-
-def described(count: int, parsed: bool, flag: str = "--data.special-tokens") -> str:
-    """The number of special tokens, or of their names that are plain text, in words."""
-    if not count:
-        return ""
-    if parsed:
-        return f"{count:,} special tokens parsed"
-    return (
-        f"the text has {count:,} names of special tokens, read as plain characters: {flag} parse "
-        "makes tokens of them"
-    )
 
 
 def begin_id(tokenizer: Any) -> int | None:

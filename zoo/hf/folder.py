@@ -57,7 +57,7 @@ FILES = [
     "model.safetensors.index.json",
     tokenizers.FILE_NAME,
     special_tokens.CONFIG_NAME,
-    *tokenizers.BESIDE,
+    *special_tokens.BESIDE,
 ]
 
 

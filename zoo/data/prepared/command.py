@@ -11,7 +11,8 @@ from zoo.data.prepared import format
 from zoo.data.prepared.engines import Engine
 from zoo.data.prepared.format import DamagedError, Manifest, Shard, ShardRecord
 from zoo.data.prepared.prepare import prepare
-from zoo.data.tokenizer import Reading, described
+from zoo.data.text import described
+from zoo.data.tokenizer import Reading
 
 
 def main(
