@@ -45,6 +45,13 @@ def write_corpus(folder: Path, files: int = 3, lines: int = 60, words: int = 4) 
     return texts
 
 
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    """A small corpus."""
+    write_corpus(tmp_path / "text")
+    return str(tmp_path / "text" / "*.jsonl")
+
+
 def content(folder: Path) -> dict[str, bytes]:
     """All files of a folder."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -124,9 +131,7 @@ def test_every_document_is_in_one_part_once(tmp_path: Path, tokenizer: str):
     assert not (tmp_path / "out" / "work").exists()
 
 
-def test_slices_workers_and_runs_do_not_change_a_byte(tmp_path: Path, monkeypatch):
-    write_corpus(tmp_path / "text")
-    data = str(tmp_path / "text" / "*.jsonl")
+def test_slices_workers_and_runs_do_not_change_a_byte(tmp_path: Path, data: str, monkeypatch):
     prepare.prepare(data, tmp_path / "one", **SMALL)
     prepare.prepare(data, tmp_path / "two", **{**SMALL, "workers": 2})
     monkeypatch.setattr(hashes, "SLICE", 8)
@@ -153,12 +158,10 @@ def test_workers_import_neither_the_program_nor_jax(tmp_path: Path, monkeypatch)
     assert "jax" in sys.modules
 
 
-def test_finished_shards_are_not_done_again(tmp_path: Path):
-    write_corpus(tmp_path / "text")
+def test_finished_shards_are_not_done_again(tmp_path: Path, data: str):
     bad = tmp_path / "text" / "2.jsonl"
     good = bad.read_bytes()
     bad.write_bytes(good[:-4] + b"\xff" + good[-3:])
-    data = str(tmp_path / "text" / "*.jsonl")
     with pytest.raises(ValueError, match=r"2\.jsonl.*not UTF-8"):
         prepare.prepare(data, tmp_path / "out", **SMALL)
     done = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.tokens")}
@@ -181,12 +184,11 @@ def test_finished_shards_are_not_done_again(tmp_path: Path):
         prepare.prepare(data, tmp_path / "out", **SMALL)
 
 
-def test_changed_files_are_not_the_same_corpus(tmp_path: Path):
-    write_corpus(tmp_path / "text")
+def test_changed_files_are_not_the_same_corpus(tmp_path: Path, data: str):
     large = tmp_path / "text" / "large.jsonl"
     lines = "".join(json.dumps({"text": f"line {i} {'word ' * 4000}"}) + "\n" for i in range(60))
     large.write_text(lines)
-    data, out = str(tmp_path / "text" / "*.jsonl"), tmp_path / "out"
+    out = tmp_path / "out"
     made = prepare.prepare(data, out, workers=1)
     small = tmp_path / "text" / "1.jsonl"
     small.touch()
@@ -210,9 +212,10 @@ def test_changed_files_are_not_the_same_corpus(tmp_path: Path):
 
 
 @pytest.mark.parametrize("stage", ["find_duplicates", "write_parts"])
-def test_files_that_change_between_kills_are_read_again(tmp_path: Path, monkeypatch, stage: str):
-    write_corpus(tmp_path / "text")
-    data, out = str(tmp_path / "text" / "*.jsonl"), tmp_path / "out"
+def test_files_that_change_between_kills_are_read_again(
+    tmp_path: Path, data: str, monkeypatch, stage: str
+):
+    out = tmp_path / "out"
     options = {"tokenizer": "bpe", "vocab_size": 280, **SMALL}
     run = engines.run
 
@@ -232,9 +235,7 @@ def test_files_that_change_between_kills_are_read_again(tmp_path: Path, monkeypa
     assert content(out) == content(tmp_path / "fresh")
 
 
-def test_another_configuration_is_refused(tmp_path: Path):
-    write_corpus(tmp_path / "text")
-    data = str(tmp_path / "text" / "*.jsonl")
+def test_another_configuration_is_refused(tmp_path: Path, data: str):
     prepare.prepare(data, tmp_path / "out", **SMALL)
     before = content(tmp_path / "out")
     with pytest.raises(ValueError, match=r"held_out is 0.05 there and 0.1 here; give another"):
@@ -405,10 +406,8 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_ray_gives_the_same_bytes(tmp_path: Path):
+def test_ray_gives_the_same_bytes(tmp_path: Path, data: str):
     pytest.importorskip("ray")
-    write_corpus(tmp_path / "text")
-    data = str(tmp_path / "text" / "*.jsonl")
     prepare.prepare(data, tmp_path / "one", **SMALL)
     prepare.prepare(data, tmp_path / "ray", **SMALL, engine="ray")
     assert content(tmp_path / "one") == content(tmp_path / "ray")
@@ -417,9 +416,7 @@ def test_ray_gives_the_same_bytes(tmp_path: Path):
     assert type(error.value) is ValueError  # not one of Ray's, with a traceback as its text
 
 
-def test_an_address_gets_the_same_files(tmp_path: Path, monkeypatch):
-    write_corpus(tmp_path / "text")
-    data = str(tmp_path / "text" / "*.jsonl")
+def test_an_address_gets_the_same_files(tmp_path: Path, data: str, monkeypatch):
     monkeypatch.setattr(copies, "CACHE", tmp_path / "cache")
     address = location(f"memory://{tmp_path.name}/out", "out")
     put, calls, written = store.Store.put, [], []

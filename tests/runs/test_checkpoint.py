@@ -5,7 +5,6 @@ import logging
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -383,53 +382,6 @@ def test_saving_compiles_nothing(opened):
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     assert not compiles
-
-
-KILLED = """
-import sys
-import threading
-import jax, jax.numpy as jnp
-from zoo.runs.checkpoint import Checkpointer
-
-make = lambda step: {"w": jnp.arange(200_000.0) + step, "key": jax.random.key(step)}
-checkpointer = Checkpointer(sys.argv[1])
-restored = checkpointer.restore(make(0))
-start = 0
-if restored is not None:
-    state, start, _ = restored
-    assert (state["w"] == make(start)["w"]).all() and state["key"] == make(start)["key"]
-print("restored", start, flush=True)
-for step in range(start + 1, 10_000):
-    checkpointer.save(step, make(step), {})
-"""
-
-
-@pytest.mark.slow
-def test_killed_saves_leave_a_good_step(tmp_path):
-    moments = np.random.default_rng().uniform(0, 0.3, size=3)
-    starts = []
-    for moment in moments:
-        process = subprocess.Popen(
-            [sys.executable, "-c", KILLED, str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-            text=True,
-        )
-        line = process.stdout.readline()
-        before = newest(tmp_path)
-        while process.poll() is None and newest(tmp_path) <= before:
-            time.sleep(0.01)
-        time.sleep(moment)
-        process.send_signal(signal.SIGKILL)
-        _, errors = process.communicate()
-        assert line.startswith("restored"), errors
-        starts.append(int(line.split()[1]))
-    assert starts[0] == 0 < starts[1] < starts[2], f"{starts}, killed at {moments}"
-
-
-def newest(folder: Path) -> int:
-    return max((int(path.name) for path in folder.iterdir() if path.name.isdigit()), default=0)
 
 
 def test_uncommitted_steps_are_discarded(folder, caplog, opened):
