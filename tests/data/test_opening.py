@@ -54,10 +54,12 @@ def test_a_folder_brings_its_tokenizer_and_fingerprint(tmp_path, folder):
 
 def test_compressors_read_a_bounded_sample(tmp_path, folder, monkeypatch):
     part = load(tmp_path, folder).held_out.corpus
-    sample = opening.Sample(part, ByteTokenizer(), 100)
+    sample = opening.first_documents(part, ByteTokenizer(), 100)
     assert 100 <= sum(len(document.text) for document in sample) < 160
     assert len(sample) < len(part) == 10
-    assert len(opening.Sample(part, ByteTokenizer(), 10)[0].text) == 10  # of a long document
+    assert (
+        len(opening.first_documents(part, ByteTokenizer(), 10)[0].text) == 10
+    )  # of a long document
 
 
 def test_flags_that_name_another_tokenizer(tmp_path, folder):

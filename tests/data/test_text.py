@@ -110,7 +110,7 @@ def test_documents_begin_and_end_as_their_tokenizer_says(kind, corpus):
         else:
             assert (tokens == tokenizer.begin_id).sum() == len(stored)
             assert len(targets) == stored.num_tokens + len(stored)
-        found[type(tokenizer)] = text.Text(tokenizer, dataset, dataset, [])
+        found[type(tokenizer)] = text.Text(tokenizer, dataset, dataset)
     assert len({loaded.train.fingerprint for loaded in found.values()}) == 3
     # A begin is free; without one the first byte, which has no loss, costs as much as the others.
     assert len({loaded.bits_per_byte(1.0) for loaded in found.values()}) == 1

@@ -262,7 +262,7 @@ def read_mixture(
     dataset = MixtureDataset(train, stages)
     check_epochs(mixture, dataset, steps)
     by_rows = Stage(0, rounded([one.num_rows for one in held_out.values()]))
-    return MixedText(tokenizer, dataset, MixtureDataset(held_out, [by_rows]), (), sources=texts)
+    return MixedText(tokenizer, dataset, MixtureDataset(held_out, [by_rows]), sources=texts)
 
 
 def find_leaks(sources: Mapping[str, Prepared]) -> dict[str, set[bytes]]:

@@ -3,7 +3,7 @@
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,9 +18,9 @@ from zoo.data.documents import Document, compressed_size, standard_library
 from zoo.data.labelled import LabelledDataset, TaggedDataset
 from zoo.data.prepared.opening import (
     Prepared,
-    Sample,
     check_named,
     check_tokenizer,
+    first_documents,
     open_prepared,
     prepared_by_itself,
     prepared_folder,
@@ -101,16 +101,15 @@ _DEFAULT = Config()
 
 @dataclass(frozen=True)
 class Text:
-    """A tokenizer, the datasets of the training and the held-out part, and the latter's documents.
+    """A tokenizer, and the datasets of the training and the held-out part.
 
-    Those documents are a sample. `classes` names the labels 0, 1, … of labelled rows or tokens.
-    `special_tokens` says how many of them the text has, and how their names are read.
+    `classes` names the labels 0, 1, … of labelled rows or tokens. `special_tokens` says how many of
+    them the text has, and how their names are read.
     """
 
     tokenizer: Tokenizer
     train: TokenDataset
     held_out: TokenDataset
-    held_out_documents: Sequence[Document]
     classes: tuple[str, ...] = ()
     prepared: Prepared | None = None
     special_tokens: str = ""
@@ -120,6 +119,11 @@ class Text:
         """A hash of all tokens, targets and labels of both parts: equal ones mean equal batches."""
         assert self.prepared is not None  # of a mixture each source is
         return self.prepared.fingerprint
+
+    @functools.cached_property
+    def held_out_documents(self) -> list[Document]:
+        """A sample of the documents that are held out."""
+        return first_documents(self.held_out.corpus, self.tokenizer)
 
     def vocab_size(self, at_least: int = 0) -> int:
         """A model's vocabulary: all ids of the tokenizer, in a multiple of 64 to be sharded."""
@@ -242,8 +246,7 @@ def prepared_text(config: Source, prepared: Prepared, *, seed: int, closed: bool
 
     train, held_out = dataset(prepared.train), dataset(prepared.held_out)
     found = described(manifest.special_tokens, prepared.reading == "parse")
-    sample = Sample(prepared.held_out, tokenizer)
-    return Text(tokenizer, train, held_out, sample, manifest.classes, prepared, found)
+    return Text(tokenizer, train, held_out, manifest.classes, prepared, found)
 
 
 def described(count: int, parsed: bool, flag: str = "--data.special-tokens") -> str:

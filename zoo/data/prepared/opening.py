@@ -6,7 +6,7 @@ import json
 import shutil
 import tempfile
 import weakref
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -270,27 +270,15 @@ def _identity(tokenizer: Tokenizer) -> tuple[object, ...]:
     return content, begin_id(tokenizer), end_id(tokenizer)
 
 
-class Sample(Sequence[Document]):
-    """The first documents of a part, in about `num_bytes` of text, decoded when it is used."""
-
-    def __init__(self, part: Corpus, tokenizer: Tokenizer, num_bytes: int = SAMPLE_BYTES):
-        self._part, self._tokenizer, self._num_bytes = part, tokenizer, num_bytes
-
-    @functools.cached_property
-    def _documents(self) -> list[Document]:
-        documents: list[Document] = []
-        left = self._num_bytes
-        for i in range(len(self._part)):
-            # An id is a byte at least.
-            text = self._tokenizer.decode(self._part.ids(i, 0, left))
-            documents.append(Document(self._part.name(i), text))
-            left -= len(text.encode())
-            if left <= 0:
-                break
-        return documents
-
-    def __len__(self) -> int:
-        return len(self._documents)
-
-    def __getitem__(self, i):
-        return self._documents[i]
+def first_documents(
+    part: Corpus, tokenizer: Tokenizer, num_bytes: int = SAMPLE_BYTES
+) -> list[Document]:
+    """The first documents of a part, in about `num_bytes` of text."""
+    documents: list[Document] = []
+    for i in range(len(part)):
+        text = tokenizer.decode(part.ids(i, 0, num_bytes))  # an id is a byte at least
+        documents.append(Document(part.name(i), text))
+        num_bytes -= len(text.encode())
+        if num_bytes <= 0:
+            break
+    return documents
