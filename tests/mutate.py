@@ -42,7 +42,7 @@ TESTS = {
     "data/prepared/opening": "test_opening | test_mixed_text | test_text",
     "data/corpus": "test_corpus | test_mixed_text",
     "data/prepared/prepare": "test_prepare",
-    "data/prepared/tokenizing": "test_prepare",
+    "data/prepared/tokenizing": "test_prepare | test_text | test_rows",
     "data/chats": "test_chats | test_rows",
     "data/rows": "test_rows",
     "data/splits": "test_formats",
