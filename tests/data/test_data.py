@@ -67,7 +67,7 @@ def make_dataset(request):
 
 def test_batches_have_the_announced_shapes(make_dataset):
     dataset = make_dataset()
-    shapes = dataset.shapes()
+    shapes = batch_shapes(dataset)
     assert sorted(shapes) == list(dataset.buckets)
     for k in range(dataset.batches_per_epoch):
         batch = dataset.batch(k)
@@ -143,7 +143,7 @@ def test_emptied_buckets_are_dropped():
     # Both rows of 8, in every epoch, take the places that one row of 16 leaves in a batch.
     dataset = bucketed([5, 15, 6])
     assert dataset.buckets == (16,)
-    assert list(dataset.shapes()) == [16]
+    assert list(batch_shapes(dataset)) == [16]
     assert dataset.describe_buckets() == "bucket 16: 3 rows in 1 batches, 54.7% padding"
     for k in range(3):
         [batch] = epoch_of(dataset, k)
@@ -198,7 +198,7 @@ def test_loaded_batches_match_on_any_mesh(make_dataset, spec):
             np.testing.assert_array_equal(array, expected[name])
             if mesh is not None:
                 assert array.sharding.is_equivalent_to(batch_sharding(mesh, 2), 2)
-                shape = dataset.shapes(mesh)[dataset.bucket(k)][name]
+                shape = batch_shapes(dataset, mesh)[dataset.bucket(k)][name]
                 assert shape.sharding.is_equivalent_to(array.sharding, 2)
 
 
@@ -207,7 +207,7 @@ def test_batches_lie_as_their_layout_says():
     layout = zoo.Layout("data=2,tensor=4", {"batch": "tensor"})
     [(_, batch)] = loader.batches(dataset, layout, stop=1)
     assert batch["x"].sharding.spec == P("tensor")
-    assert dataset.shapes(layout)[dataset.bucket(0)]["x"].sharding == batch["x"].sharding
+    assert batch_shapes(dataset, layout)[dataset.bucket(0)]["x"].sharding == batch["x"].sharding
     np.testing.assert_array_equal(batch["x"], dataset.batch(0)["x"])
 
 

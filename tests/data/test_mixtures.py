@@ -19,6 +19,7 @@ from rich.console import Console
 from zoo import text
 from zoo.data import mixed_text
 from zoo.data.corpus import Corpus
+from zoo.data.datasets import batch_shapes
 from zoo.data.mixed_text import read_mixture
 from zoo.data.mixtures import (
     MAX_PERIOD,
@@ -210,7 +211,7 @@ def test_batches_are_functions_of_k_in_any_parts(rows):
     for k in range(8):
         batch = dataset.batch(k)
         assert batch.keys() == {*TOKEN_BATCH, "source"}
-        shapes = dataset.shapes()[dataset.bucket(k)]
+        shapes = batch_shapes(dataset)[dataset.bucket(k)]
         assert {n: (x.shape, x.dtype) for n, x in batch.items()} == {
             n: (x.shape, x.dtype) for n, x in shapes.items()
         }

@@ -7,6 +7,7 @@ import pytest
 
 import zoo
 from zoo.common import checksums
+from zoo.data.datasets import batch_shapes
 from zoo.data.loader import batches as on_devices
 from zoo.data.sources import ArrayDataset
 
@@ -203,7 +204,7 @@ def test_array_rows_come_once_per_epoch(rows, batch_size):
         assert sorted(seen) == list(range(rows))
         for batch in batches:
             assert np.array_equal(batch["x"][:, 0], 3.0 * batch["y"])  # the arrays stay together
-            structs = dataset.shapes()[dataset.bucket(0)]
+            structs = batch_shapes(dataset)[dataset.bucket(0)]
             assert {n: (x.shape, x.dtype) for n, x in batch.items()} == {
                 n: (x.shape, x.dtype) for n, x in structs.items()
             }

@@ -271,7 +271,9 @@ class SeededDataset(abc.ABC):
         self.batch_size = batch_size
         self.seed = seed
         self.shuffle = shuffle
-        self._permutation = functools.lru_cache(maxsize=64)(self._make_permutation)
+        self._permutation = functools.lru_cache(maxsize=64)(
+            lambda size, epoch, what: Permutation(size, (seed, epoch, what))
+        )
 
     @abc.abstractmethod
     def _build(self, k: int, rows: range) -> HostBatch:
@@ -295,15 +297,6 @@ class SeededDataset(abc.ABC):
             raise IndexError(f"batch {k}: batches count from 0")
         return self._build(k, range(self.batch_size)[rows or slice(None)])
 
-    def shapes(
-        self, mesh: Mesh | Layout | None = None
-    ) -> dict[int, dict[str, jax.ShapeDtypeStruct]]:
-        """See `batch_shapes`."""
-        return batch_shapes(self, mesh)
-
     def _place(self, size: int, epoch: int, what: str, i: Any) -> Any:
         """Place i, or the places of an array, in an epoch's order of `size` things named `what`."""
         return self._permutation(size, epoch, what)[i] if self.shuffle else i
-
-    def _make_permutation(self, size: int, epoch: int, what: str) -> Permutation:
-        return Permutation(size, (self.seed, epoch, what))

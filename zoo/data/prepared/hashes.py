@@ -73,11 +73,6 @@ def below(records: Records, limit: int) -> int:
     return bisect.bisect_left(range(len(records)), limit, key=lambda i: number_of(records[i]))
 
 
-def between(records: Records, begin: int, end: int) -> Records:
-    """Those of the records, which are in order, with hashes in [begin, end)."""
-    return records[below(records, begin) : below(records, end)]
-
-
 def is_first(records: Records) -> tuple[Records, Records]:
     """(the order of the records, whether each in that order is the first of its hash)."""
     high, low = records["high"], records["low"]
@@ -97,7 +92,7 @@ def in_order(records: Records) -> Records:
 def merged(runs: Sequence[Records]) -> Iterator[Records]:
     """The records of runs that are each in order, in order; of equal ones the first run's."""
     for begin, end in slices(sum(map(len, runs))):
-        yield in_order(np.concatenate([between(run, begin, end) for run in runs]))
+        yield in_order(np.concatenate([run[below(run, begin) : below(run, end)] for run in runs]))
 
 
 def slices(documents: int, begin: int = 0, end: int = 1 << 128) -> list[tuple[int, int]]:

@@ -85,7 +85,9 @@ class RemoteCopies:
     def copy_files(self, check: Callable[[], object]) -> None:
         """Copy what has changed and remove what is gone, until nothing changes any more."""
         # An evaluation's line says that its files are there: they are copied in between.
-        seen, lines = self._signatures(), _whole_lines(self._folder / METRICS)
+        seen, path = self._signatures(), self._folder / METRICS
+        content = path.read_bytes() if path.exists() else b""
+        lines = content[: content.rfind(b"\n") + 1]  # whole ones
         for _ in range(10):  # what changes all the time is copied again the next time
             found = self._signatures()
             metrics = found.pop(METRICS, None)
@@ -243,9 +245,3 @@ def _is_elsewhere(name: str) -> bool:
 
 def _is_passing(name: str) -> bool:
     return name.startswith(".") or name.endswith(".tmp")
-
-
-def _whole_lines(path: Path) -> bytes:
-    """A file up to its last line break; nothing if it is missing."""
-    content = path.read_bytes() if path.exists() else b""
-    return content[: content.rfind(b"\n") + 1]
