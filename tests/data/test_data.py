@@ -15,6 +15,7 @@ import zoo
 from zoo.alignment.pairs import PairDataset
 from zoo.data import labelled, loader, packing, token_datasets
 from zoo.data.corpus import Corpus
+from zoo.data.datasets import batch_shapes
 from zoo.data.mixtures import MixtureDataset, Stage
 from zoo.sharding import batch_sharding, make_mesh
 
