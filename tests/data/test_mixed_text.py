@@ -158,7 +158,7 @@ def test_a_tokenizer_is_trained_on_what_is_not_held_out(tmp_path, pattern, monke
 
 def test_no_source_trains_on_what_a_prepared_one_holds_out(tmp_path, pattern, caplog, monkeypatch):
     """Where they hold out other shares; a slice of hashes after the other."""
-    monkeypatch.setattr(hashes, "SLICE", 4)
+    monkeypatch.setattr(hashes, "SLICE", 10)
     more = tmp_path / "more"
     prepare(pattern, more, held_out=0.5, shard_megabytes=2e-4, workers=1)
     data = load(tmp_path, f"text={pattern}:1,more={more}:1", held_out=0.1)

@@ -597,6 +597,7 @@ def kill():
 )
 def test_interrupted_evaluations_are_repeated(how, step, tmp_path, monkeypatch, capsys):
     options = {"eval_every": 6, "checkpoint_every": 4, "eval_batches": 10}
+    options["steps"] = min(step + 6, 30)
     whole, run = config(tmp_path / "whole", **options), config(tmp_path, **options)
     state, result = fit_judged(whole)
     assert HELD_OUT.batches_per_epoch > 10
