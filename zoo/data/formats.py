@@ -288,10 +288,9 @@ def _lines(piece: Piece) -> Iterator[tuple[int, str, bytes]]:
         if position:  # the line that contains the byte before the piece is of the piece before
             position -= 1
             stream.seek(position)
-            while position < end:
-                part = stream.readline(2**20)
+            while position < end and (part := stream.readline(2**20)):
                 position += len(part)
-                if part.endswith(b"\n") or not part:
+                if part.endswith(b"\n"):
                     break
         while position < end and (line := stream.readline(MAX_DOCUMENT + 1)):
             position, number = position + len(line), number + 1

@@ -161,9 +161,7 @@ class BPETokenizer:
         added = self.tokenizer.get_added_tokens_decoder()
         special = {id: token.content for id, token in added.items() if token.special}
         id_of = {name: vocabulary.get(token) for name, token in self.tokens.items()}
-        bos, eos, first, last = (
-            id_of.get(f"{name}_token") for name in ("bos", "eos", "cls", "sep")
-        )
+        bos, eos, first, last = (id_of.get(f"{x}_token") for x in ("bos", "eos", "cls", "sep"))
         separator = next((id for id in (bos, eos, first) if id is not None), None)
         if separator is None:
             named = [self.tokens[name] for name in ("bos_token", "eos_token") if name in id_of]
@@ -283,10 +281,9 @@ class BPETokenizer:
 
     def _variant(self, reading: str, inside: bool = False) -> HFTokenizer:
         """See `zoo.data.special_tokens.variant`; each is made once."""
-        if (reading, inside) not in self._variants:
-            made = variant(self.tokenizer, self.special_names, reading, inside)
-            self._variants[reading, inside] = made
-        return self._variants[reading, inside]
+        if (key := (reading, inside)) not in self._variants:
+            self._variants[key] = variant(self.tokenizer, self.special_names, *key)
+        return self._variants[key]
 
     @functools.cached_property
     def special_names(self) -> set[str]:
@@ -336,8 +333,7 @@ def load_tokenizer(path: str | Path, separator: str | None = None) -> Tokenizer:
     if path == "bytes":
         return ByteTokenizer()
     file = local_path(path, "tokenizer")
-    if file.is_dir():
-        file = file / FILE_NAME
+    file = file / FILE_NAME if file.is_dir() else file
     of_letters = not file.is_file() and letters.is_described(file.parent)
     if not (file.is_file() or of_letters):
         raise FileNotFoundError(
@@ -375,24 +371,10 @@ def load_tokenizer(path: str | Path, separator: str | None = None) -> Tokenizer:
 
 def reading(tokenizer: Tokenizer, special_tokens: Reading) -> Tokenizer:
     """The same tokenizer, with a reading of special tokens' names where it knows names."""
-    if not isinstance(tokenizer, BPETokenizer):
-        return tokenizer
-    other = copy.copy(tokenizer)
-    other.special_tokens = special_tokens
-    return other
-
-
-def count_special(tokenizer: Tokenizer, text: str, ids: np.ndarray, quoted: bool) -> int:
-    """The number of special tokens in a text's ids, or of names that are plain characters in it.
-
-    Of `quoted` texts, in which `AS_TEXT` follows such names, these are counted.
-    """
-    if not isinstance(tokenizer, BPETokenizer):
-        return 0
-    if tokenizer.special_tokens == "parse" and not quoted:
-        return int(np.isin(ids, list(tokenizer.special_ids)).sum())
-    pattern = tokenizer.marked if quoted else tokenizer.names
-    return sum(1 for name in pattern.findall(text) if name)
+    if isinstance(tokenizer, BPETokenizer):
+        tokenizer = copy.copy(tokenizer)
+        tokenizer.special_tokens = special_tokens
+    return tokenizer
 
 
 def begin_id(tokenizer: Any) -> int | None:

@@ -22,7 +22,7 @@ from zoo.data.rows import Counted, Form, RowOptions, encode_parts, read_rows
 from zoo.data.special_tokens import AS_TEXT
 from zoo.data.splits import Given, SourceDocument, Split, read_split
 from zoo.data.tags import encode_tags
-from zoo.data.tokenizer import Reading, Tokenizer, count_special, load_tokenizer, reading, unframed
+from zoo.data.tokenizer import BPETokenizer, Reading, Tokenizer, load_tokenizer, reading, unframed
 
 BATCH = 2**20  # characters that are tokenized at a time
 PIECE = 2**22  # of one document
@@ -258,6 +258,19 @@ class _Writer:
         self._run_file.write(run.tobytes())
         self.runs.append(len(run))
         self._pending.clear()
+
+
+def count_special(tokenizer: Tokenizer, text: str, ids: np.ndarray, quoted: bool) -> int:
+    """The number of special tokens in a text's ids, or of names that are plain characters in it.
+
+    Of `quoted` texts, in which `AS_TEXT` follows such names, these are counted.
+    """
+    if not isinstance(tokenizer, BPETokenizer):
+        return 0
+    if tokenizer.special_tokens == "parse" and not quoted:
+        return int(np.isin(ids, list(tokenizer.special_ids)).sum())
+    pattern = tokenizer.marked if quoted else tokenizer.names
+    return sum(1 for name in pattern.findall(text) if name)
 
 
 def counted_bytes(parts: list[Part]) -> int:
