@@ -22,10 +22,12 @@ from recipe_cases import (
 )
 
 import zoo
-from zoo import reinforcement
+from zoo import lora, reinforcement
+from zoo.alignment.answers import half_interval
 from zoo.alignment.policy import PolicyLoss
 from zoo.alignment.rewards import Reward
 from zoo.data.tokenizer import ByteTokenizer
+from zoo.nn.stateful import cast
 from zoo.runs.processes import RunError
 
 __all__ = ["shared"]
@@ -92,7 +94,7 @@ def config(folder, run_dir, reward="letters", **fields):
     )
     data = dataclasses.replace(data, **fields.pop("data", {}))
     given = {
-        "reward": f"tests.reward_cases:{reward}",
+        "reward": reward and f"tests.reward_cases:{reward}",
         "model": str(folder / "base"),
         "steps": 2,
         "group_size": 4,
@@ -151,7 +153,7 @@ def test_failures_are_counted_and_said_once(folder, tmp_path, capsys, monkeypatc
         keys.append(jax.random.key_data(options["key"]).tolist())
         return plain(*arguments, **options)
 
-    monkeypatch.setattr(reinforcement, "rollouts", remember)
+    monkeypatch.setattr("zoo.alignment.answers.rollouts", remember)
     fields = {"reward_on_error": -1.0, "reward_seconds": 5.0}
     train(folder, tmp_path / "run", "wants", **fields)
     lines = [line for line in metrics(tmp_path / "run") if "loss" in line]
@@ -195,7 +197,7 @@ def test_bad_fields_are_refused(folder, tmp_path, fields, match):
         ({"data": {"max_prompt_tokens": 3}}, r"prompts.jsonl, row \d+: a prompt of .*=3"),
         ({"data": {"prompt": "question"}}, r"prompts.jsonl, row 1: .*'question'"),
         ({"data": {"held_out": 1e-9}}, "no prompt to hold out"),
-        ({"data": {"files": ""}}, r"data\.files=''"),
+        ({"reward": ""}, r"reward=''"),
         ({"reward": "none_such"}, "none_such"),
         ({"mesh": "data=3"}, "batch_size"),
     ],
@@ -222,6 +224,52 @@ def test_rewards_are_written_down_before_they_are_used(folder, tmp_path, monkeyp
             assert answers.rewards(8, items) == [Reward({"": 9.0})] * 2
     lines = [json.loads(x) for x in (tmp_path / "run" / "samples.jsonl").open()]
     assert [line["step"] for line in lines] == [7, 7, 8]
+
+
+def test_puzzles_are_there_without_files(folder, tmp_path):
+    """And their reward, by which the evaluation has intervals."""
+    data = {"files": "", "batch_size": 4, "max_prompt_tokens": 28}
+    fields = {"steps": 1, "eval_batches": 1, "final_eval_batches": 2}
+    found = train(folder, tmp_path / "run", "", data=data, **fields)
+    assert {"pass@1", "pass@2", "pass@1_interval", "eval_answer_tokens_interval"} <= found.keys()
+    [line] = [line for line in metrics(tmp_path / "run") if "loss" in line]
+    assert {"reward/sum", "reward/countdown", "reward/brackets"} & line.keys()
+    with pytest.raises(ValueError, match=r"reward='': name a function"):
+        train(folder, tmp_path / "none", "")
+
+
+def test_intervals_are_those_of_a_bootstrap():
+    right = np.array([1.0] * 25 + [0.0] * 75)
+    of_theory = 1.96 * np.sqrt(0.25 * 0.75 / 100)
+    assert half_interval(right) == pytest.approx(of_theory, rel=0.1)
+    assert half_interval(np.ones(9)) == 0
+
+
+def test_no_base_is_in_memory_twice(tmp_path, monkeypatch):
+    """While answers are drawn there are an int4 base, adapters, and these in bf16 once more."""
+    write_prompts(tmp_path / "prompts.jsonl")
+    config = zoo.transformer.Config(320, d_model=256, num_layers=4, num_heads=4)
+    model = zoo.transformer.Transformer(config, key=jax.random.key(0))
+    zoo.save(tmp_path / "base", cast(model, jnp.bfloat16), tokenizer=ByteTokenizer())
+    held, plain = [], reinforcement.rollouts
+    live = lambda: sum(x.nbytes for x in jax.live_arrays())
+
+    def measure(*arguments, **options):
+        held.append(live() - before)
+        return plain(*arguments, **options)
+
+    monkeypatch.setattr("zoo.alignment.answers.rollouts", measure)
+    before = live()
+    train(tmp_path, tmp_path / "run", method="lora", base="int4", precision="bf16")
+    base = zoo.load(tmp_path / "base", quantize="int4")
+    size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(eqx.filter(tree, eqx.is_array)))
+    adapters = size(lora.adapt(base, lora.Config(), key=jax.random.key(0))) - size(base)
+    wanted = size(base) + 3.5 * adapters  # weights and two moments, and the cast weights
+    assert size(base) > 2 * adapters
+    assert len(held) == 4
+    assert max(held[:3]) < 1.01 * wanted
+    assert min(held) > 0.99 * wanted
+    assert held[3] < 1.01 * wanted + 3.1 * adapters  # beside a checkpoint, which copies those
 
 
 # --- Runs in processes of their own -------------------------------------------------------------

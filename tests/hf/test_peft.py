@@ -208,6 +208,7 @@ def test_families_name_their_modules(family: str, tmp_path: Path):
         ("qwen3_next", ("q_proj", "k_proj"), False),  # heads' queries and gates in turn
         ("phi3", ("qkv_proj", "gate_up_proj"), True),  # one module for several, of unequal sizes
         ("gpt_neox", ("query_key_value",), False),  # each head's queries, keys and values
+        ("deepseek_v3", ("kv_b_proj", "kv_a_proj_with_mqa"), False),  # latent attention's
     ],
 )
 def test_rows_in_another_order_have_the_adapters_of_peft(

@@ -1,6 +1,7 @@
 """Prompts: rows of files, each with the fields that a reward needs, as a dataset."""
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import tyro
 
+from zoo.alignment import puzzles
 from zoo.common import configuration
 from zoo.common.addresses import files_matching
 from zoo.common.configuration import may_differ, require
@@ -23,7 +25,8 @@ class Data:
     """Prompts, a row each, with the fields that a reward needs."""
 
     files: Annotated[str, tyro.conf.arg(aliases=("--data",))] = may_differ("")
-    """Glob of .jsonl, .json, .csv or .parquet files; several with commas."""
+    """Glob of .jsonl, .json, .csv or .parquet files; several with commas. Without any there are
+    puzzles made in place, 4,000 of three kinds, with a reward of their own."""
     prompt: str = "prompt"
     """Field of a prompt: a text, or a list of messages, for the tokenizer's chat template."""
     batch_size: int = 16
@@ -92,9 +95,8 @@ def read_prompts(config: Data, tokenizer: Tokenizer, seed: int) -> tuple[Prompts
     """The prompts to train on, and the held-out ones: by a hash of the prompt's text.
 
     Raises:
-        ValueError: no file, a row without a prompt, a prompt of too many tokens, too few of them.
+        ValueError: a row without a prompt, a prompt of too many tokens, too few of them.
     """
-    require(bool(config.files), "data.files='': name the files of prompts by --data")
     parts: tuple[list[Prompt], list[Prompt]] = [], []
     for prompt in _read(config, tokenizer):
         is_held_out = hashed_integer(10**6, (prompt.text,)) < config.held_out * 10**6
@@ -107,26 +109,35 @@ def read_prompts(config: Data, tokenizer: Tokenizer, seed: int) -> tuple[Prompts
 
 def _read(config: Data, tokenizer: Tokenizer) -> Iterator[Prompt]:
     parsing, template = reading(tokenizer, "parse"), None
-    for pattern in config.files.split(","):
+    for where, row in _rows(config.files):
+        prompt = row.get(config.prompt)
+        if is_chat := isinstance(prompt, list):
+            template = template or ChatTemplate(tokenizer)
+            messages = messages_of(row, config.prompt)
+            text = template(messages, add_generation_prompt=True)
+            ids = np.asarray(template.encode(messages)).tolist()
+        else:
+            require(
+                isinstance(prompt, str) and bool(prompt),
+                f"{where}: no text and no messages in {config.prompt!r}; its fields are "
+                f"{sorted(row)}; name it by --data.prompt",
+            )
+            text = str(prompt)
+            ids = begun(tokenizer, np.asarray(parsing.encode(text)).tolist())
+        require(
+            len(ids) <= config.max_prompt_tokens,
+            f"{where}: a prompt of {len(ids)} tokens, and data.max_prompt_tokens="
+            f"{config.max_prompt_tokens}: raise it, or leave the row out",
+        )
+        yield Prompt(row, text, ids, is_chat)
+
+
+def _rows(files: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of files, or else the puzzles, with where each is."""
+    if not files:
+        made = itertools.islice(puzzles.puzzles(), puzzles.NUM_PROMPTS)
+        yield from ((f"puzzle {number}", {**row}) for number, row in enumerate(made, 1))
+    for pattern in filter(None, files.split(",")):
         for path, name in files_matching(pattern.strip(), "data.files").items():
             for number, _, row in format_of(str(path)).read(whole_file(path, name)):
-                where, prompt = f"{name}, row {number}", row.get(config.prompt)
-                if is_chat := isinstance(prompt, list):
-                    template = template or ChatTemplate(tokenizer)
-                    messages = messages_of(row, config.prompt)
-                    text = template(messages, add_generation_prompt=True)
-                    ids = np.asarray(template.encode(messages)).tolist()
-                else:
-                    require(
-                        isinstance(prompt, str) and bool(prompt),
-                        f"{where}: no text and no messages in {config.prompt!r}; its fields are "
-                        f"{sorted(row)}; name it by --data.prompt",
-                    )
-                    text = str(prompt)
-                    ids = begun(tokenizer, np.asarray(parsing.encode(text)).tolist())
-                require(
-                    len(ids) <= config.max_prompt_tokens,
-                    f"{where}: a prompt of {len(ids)} tokens, and data.max_prompt_tokens="
-                    f"{config.max_prompt_tokens}: raise it, or leave the row out",
-                )
-                yield Prompt(row, text, ids, is_chat)
+                yield f"{name}, row {number}", row
