@@ -80,7 +80,7 @@ CEILINGS = {
     "hf": 6055,
     "runs": 4983,
     "tasks": 1680,
-    "alignment": 2280,
+    "alignment": 2281,
     "planning": 3035,
     "evaluation": 1012,
     "export": 1103,

@@ -5,7 +5,7 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
 import tyro
@@ -24,6 +24,7 @@ from zoo.data.tokenizer import Tokenizer, begun, reading
 class Data:
     """Prompts, a row each, with the fields that a reward needs."""
 
+    format: ClassVar = "prompts"  # beside those of fine-tuning
     files: Annotated[str, tyro.conf.arg(aliases=("--data",))] = may_differ("")
     """Glob of .jsonl, .json, .csv or .parquet files; several with commas. Without any there are
     puzzles made in place, 4,000 of three kinds, with a reward of their own."""
