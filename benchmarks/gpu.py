@@ -23,25 +23,22 @@ from benchmarks import stand_ins
 
 stand_ins.install()
 
-import equinox as eqx  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
-from benchmarks import harness, run  # noqa: E402
+from benchmarks import harness, parity, run  # noqa: E402
 from benchmarks.harness import Peer, Process, SkippedError, Table, Timing  # noqa: E402
 from benchmarks.peers import zoo_model  # noqa: E402
 from benchmarks.peers.given import RNN, ROOT, Transformer  # noqa: E402
-from zoo import losses, rnn, transformer  # noqa: E402
+from zoo import rnn, transformer  # noqa: E402
 from zoo.data.corpus import Corpus  # noqa: E402
 from zoo.data.documents import standard_library  # noqa: E402
 from zoo.data.token_datasets import PackedDataset  # noqa: E402
 from zoo.data.tokenizer import BPETokenizer  # noqa: E402
 from zoo.nn.attention.attention import attention  # noqa: E402
-from zoo.nn.precision import exact_products, in_precision  # noqa: E402
 
 TEXT = ROOT / "runs" / "gpu-text"
-PARITY = 1e-4  # relative to an array's norm: for the order of fp32 sums
 # Of the first losses, relative: Adam's first steps are large even where a gradient is near zero.
 LOSS_TOLERANCE = 1e-2
 
@@ -118,7 +115,7 @@ def _parts(tiny: bool, end: float) -> dict[str, Callable[[Table], None]]:
     return {
         first: trained[first],
         "attention": lambda table: attentions(table, tiny),
-        "parity": lambda table: parity(table, tiny),
+        "parity": lambda table: parity.check(table, tiny),
         **{name: trained[name] for name in others},
         "lstm": lambda table: lstm(table, tiny),
     }
@@ -240,52 +237,6 @@ def lstm(table: Table, tiny: bool) -> None:
         table.rows += [{**row, "peer": f"{row['peer']}, {precision}"} for row in found.rows]
         table.notes += found.notes
         table.failures += found.failures
-
-
-def parity(table: Table, tiny: bool) -> None:
-    """The loss and gradients of a transformer in fp32, on this device and on the CPU."""
-    table.title = "fp32 train step of a transformer: this device compared with the CPU"
-    sizes = {"num_layers": 4, "d_model": 256, "num_heads": 4, "d_ff": 1024, "batch_size": 4}
-    if tiny:
-        sizes = {"num_layers": 2, "d_model": 32, "num_heads": 2, "d_ff": 64, "batch_size": 2}
-    TEXT.mkdir(parents=True, exist_ok=True)
-    arrays = {}
-    for name, platform in (("here", ""), ("cpu", "cpu")):
-        file = TEXT / f"{name}.npz"
-        said = harness.in_process(gradients, sizes, str(file), platform, limit=120)
-        table.notes.append(f"{name}: {said}")
-        arrays[name] = dict(np.load(file))
-    here, there = arrays["here"], arrays["cpu"]
-    assert here.keys() == there.keys(), "the files are of different models"
-    apart = {x: np.linalg.norm(here[x] - there[x]) / np.linalg.norm(there[x]) for x in here}
-    worst = {"loss": apart.pop("loss"), "gradient": max(apart.values())}
-    for name, difference in worst.items():
-        table.rows.append({"quantity": name, "relative difference": float(difference)})
-        if not difference <= PARITY:
-            table.failures.append(f"{name} differs by {difference}, over {PARITY}")
-
-
-def gradients(sizes: dict[str, int], file: str, platform: str) -> str:
-    """Write the loss and each parameter's gradient on this process's device, in fp32."""
-    if platform:
-        jax.config.update("jax_platforms", platform)
-    shape = Transformer(**sizes)
-    config = zoo_model.transformer_sizes(shape, "none", True)
-    model = zoo_model.init_transformer(config, shape, jax.random.key(0))
-    batch = jax.device_put(zoo_model.token_batch(shape.batch()))
-
-    @eqx.filter_jit
-    @eqx.filter_value_and_grad
-    def loss_and_gradient(model: Any) -> jax.Array:
-        with in_precision(model, "fp32") as model:
-            total, weight, _ = losses.next_token(model, batch, None)
-        return total / weight
-
-    with exact_products("fp32"):
-        loss, grads = loss_and_gradient(model)
-    arrays = {str(i): np.asarray(x) for i, x in enumerate(jax.tree.leaves(grads))}
-    np.savez(file, loss=np.asarray(loss), **arrays)
-    return f"{jax.devices()[0].device_kind}, loss {float(loss):.7f}"
 
 
 def _text(wanted: Decoder, tiny: bool) -> str:

@@ -66,7 +66,7 @@ def test_every_module_has_a_room():
 CEILINGS = {
     "common": 1372,
     "sharding": 1434,
-    "nn": 4729,
+    "nn": 4740,
     "transformer": 2680,
     "rnn": 899,
     "mlp": 211,

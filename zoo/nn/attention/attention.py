@@ -163,6 +163,8 @@ def _refusal(
         return None
     if packed:
         return "takes no packed rows, but by a mask of [seq, seq]"
+    if length % 2:
+        return f"has gradients of an even number of positions alone, and rows have {length}"
     if split := split_by("inner_seq"):
         return f"takes whole rows, and {split} of the mesh splits them"
     if mask.window is not None and not mask.causal:
