@@ -21,9 +21,10 @@ from zoo.nn.parameters import unshard
 from zoo.nn.stateful import cast
 from zoo.planning import flops, hlo, targets
 from zoo.planning.collectives import bytes_by_kind, collectives
-from zoo.transformer.config import Config, ExpertsConfig
+from zoo.transformer.config import Config
 from zoo.transformer.dispatch import Dispatch
 from zoo.transformer.moe import MoE
+from zoo.transformer.part_configs import ExpertsConfig
 
 SEQ = 4096
 

@@ -27,10 +27,10 @@ from zoo.planning.job import Estimate, make_estimate
 from zoo.planning.roofline import Times, roofline
 from zoo.sharding.axes import is_parameter
 from zoo.training.flags import Flags
-from zoo.transformer.config import AttentionConfig
 from zoo.transformer.config import Config as Sizes
 from zoo.transformer.flops import num_flops_per_token
 from zoo.transformer.model import Transformer
+from zoo.transformer.part_configs import AttentionConfig
 
 BYTES = 2  # of the compute dtype
 

@@ -22,8 +22,9 @@ from zoo.nn.recurrences.marks import Marks
 from zoo.nn.recurrences.mixers import MIXERS
 from zoo.planning import flops, targets
 from zoo.planning.roofline import roofline
-from zoo.transformer.config import Config, MixerConfig
+from zoo.transformer.config import Config
 from zoo.transformer.flops import num_flops_per_token
+from zoo.transformer.part_configs import MixerConfig
 
 ROWS, HEADS, SIZE = 2, 4, 64
 

@@ -21,7 +21,7 @@ from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
 from zoo.publishing import PublishError, families, formats, models, shelf
 from zoo.publishing.models import with_paths
 from zoo.sharding.axes import keystr
-from zoo.transformer.config import ExpertsConfig
+from zoo.transformer.part_configs import ExpertsConfig
 from zoo.wrappers.ensemble import Ensemble
 from zoo.wrappers.retrained import Retrained
 

@@ -7,7 +7,7 @@ from typing import Any
 from zoo import transformer
 from zoo.common import configuration
 from zoo.hf.rules import shortest
-from zoo.transformer.config import AttentionConfig
+from zoo.transformer.part_configs import AttentionConfig
 from zoo.transformer.rotary import PositionsConfig
 
 LOAD_BIAS_RATE = 0.001  # of DeepSeek-V3; config.json has none

@@ -37,9 +37,9 @@ from zoo.training import losses, optimizers
 from zoo.training.description import Training
 from zoo.training.flags import Flags
 from zoo.training.state import Pretrained
-from zoo.transformer.config import AttentionConfig, ExpertsConfig, MixerConfig, ResidualConfig
 from zoo.transformer.config import Config as Sizes
 from zoo.transformer.model import Transformer
+from zoo.transformer.part_configs import AttentionConfig, ExpertsConfig, MixerConfig, ResidualConfig
 from zoo.transformer.rotary import PositionsConfig
 from zoo.wrappers import lora
 from zoo.wrappers.lora import Config as LoraConfig

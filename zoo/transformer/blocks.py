@@ -34,9 +34,10 @@ from zoo.nn.recurrences.mixers import MIXERS
 from zoo.nn.remat import named
 from zoo.nn.stateful import Balance
 from zoo.sharding import constrain
-from zoo.transformer.config import AttentionConfig, Config
+from zoo.transformer.config import Config
 from zoo.transformer.latent import LatentAttention
 from zoo.transformer.moe import MoE
+from zoo.transformer.part_configs import AttentionConfig
 from zoo.transformer.rotary import Rotary, rotate
 
 # `attention`, or a function in its place where keys and values are kept.

@@ -18,7 +18,8 @@ from zoo.nn.layers import RMSNorm, normal
 from zoo.nn.products import Operand, matmul
 from zoo.nn.remat import named
 from zoo.sharding import constrain
-from zoo.transformer.config import AttentionConfig, Config
+from zoo.transformer.config import Config
+from zoo.transformer.part_configs import AttentionConfig
 from zoo.transformer.rotary import Rotary, rotate
 
 _EPS = 1e-6  # of the norms of latent vectors in DeepSeek's models, whatever that of the others is

@@ -18,8 +18,9 @@ from zoo.nn.grouped_products import grouped_product
 from zoo.nn.layers import add_bias, gated, normal
 from zoo.nn.products import Operand, matmul
 from zoo.nn.stateful import Balance, LoadBias
-from zoo.transformer.config import Config, ExpertsConfig
+from zoo.transformer.config import Config
 from zoo.transformer.dispatch import Routed, apply_experts
+from zoo.transformer.part_configs import ExpertsConfig
 
 
 class MoE(eqx.Module):

@@ -24,6 +24,7 @@ from zoo.transformer import config as layers
 from zoo.transformer.blocks import MLP, Attention, Block, residual_norm
 from zoo.transformer.encoder import EncoderConfig
 from zoo.transformer.model import through_blocks
+from zoo.transformer.part_configs import AttentionConfig, ResidualConfig
 from zoo.transformer.rotary import PositionsConfig, Rotary
 
 
@@ -118,7 +119,7 @@ class VisionConfig:
             d_ff=self.d_ff,
             mlp=self.mlp,
             mlp_bias=True,
-            residual=layers.ResidualConfig(
+            residual=ResidualConfig(
                 norm="layer",
                 norm_bias=True,
                 norm_eps=self.norm_eps,
@@ -127,7 +128,7 @@ class VisionConfig:
             positions=PositionsConfig("learned"),  # whatever they are, they come from here
             causal=False,
             dropout=self.dropout,
-            attention=layers.AttentionConfig(
+            attention=AttentionConfig(
                 qkv_bias=self.qkv_bias,
                 key_bias=self.key_bias,
                 out_bias=True,
