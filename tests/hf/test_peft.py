@@ -322,6 +322,23 @@ def test_other_configurations_of_peft_are_refused(mistake: str, tmp_path: Path):
         zoo.load(folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "match"),
+    [
+        ("tied_whole", {"ensure_weight_tying": False}, r"without ensure_weight_tying=True PEFT"),
+        ("tokens", {"trainable_token_indices": [36, 3, 99]}, r"ids of the 37 rows of embed_tok"),
+        ("tokens", {"trainable_token_indices": [36, 3, 3]}, r"each is there once"),
+        ("tokens", {"trainable_token_indices": {"lm_head": [1]}}, r"has 'lm_head', and the zoo"),
+        ("whole", {"trainable_token_indices": [1]}, r"which modules_to_save does not have"),
+        ("tokens", {"target_parameters": ["mlp.experts.down_proj"]}, r"lacks: target_parameters"),
+    ],
+)
+def test_other_rows_and_modules_of_peft_are_refused(name, changes, match, tmp_path: Path):
+    edit(opened(name, tmp_path / "adapters"), **changes)
+    with pytest.raises(PublishError, match=match):
+        zoo.load(tmp_path / "adapters")
+
+
 def test_other_tensors_are_refused(tmp_path: Path):
     name = "base_model.model.model.layers.2.self_attn.v_proj.lora_B.weight"
     changes = {
