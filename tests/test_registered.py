@@ -404,7 +404,7 @@ class Npz(Format):
             return jax.tree.unflatten(jax.tree.structure(skeleton), arrays)
         return Opened(made, load)
     def dtypes(self, folder): return {}, jnp.dtype(jnp.bfloat16)
-    def write(self, folder, model, dtypes, *, tokenizer, like):
+    def write(self, folder, model, source):
         config = dataclasses.asdict(model.config)
         (folder / self.config).write_text(json.dumps({"their_sizes": config}))
         np.savez(folder / "weights.npz", *jax.tree.leaves(model))

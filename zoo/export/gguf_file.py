@@ -15,6 +15,7 @@ from zoo.data.tokenizer import Tokenizer
 from zoo.export import gguf_tokens
 from zoo.export.architectures import Target, notes, numbers, target_of, wave_factors
 from zoo.hf.folder import family_of
+from zoo.hf.layouts import bias_of
 from zoo.publishing import PublishError
 from zoo.publishing.tensors import parameters
 from zoo.sharding.placement import gathered
@@ -23,20 +24,16 @@ from zoo.transformer.model import Transformer
 Type = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 BLOCK = 32  # values that share a scale
 logger = logging.getLogger(__name__)
-# The parameters by llama.cpp's names; of several the first that the architecture has: some have the
-# norm before the MLP under the name of one behind attention.
+# The parameters by llama.cpp's names, and with them their biases; of several the first that the
+# architecture has: some have the norm before the MLP under the name of one behind attention.
 _TENSORS = """
 embedding.weight                 TOKEN_EMBD
 position_embedding.weight        POS_EMBD
 final_norm.scale                 OUTPUT_NORM
-final_norm.bias                  OUTPUT_NORM.bias
 head.weight                      OUTPUT
-head.bias                        OUTPUT.bias
 blocks.attention_norm.scale      ATTN_NORM
-blocks.attention_norm.bias       ATTN_NORM.bias
 blocks.attention_out_norm.scale  ATTN_POST_NORM
 blocks.mlp_norm.scale            FFN_NORM FFN_PRE_NORM ATTN_POST_NORM
-blocks.mlp_norm.bias             FFN_NORM.bias
 blocks.mlp_out_norm.scale        FFN_POST_NORM
 blocks.attention.wq              ATTN_Q
 blocks.attention.wq_down         ATTN_Q_A
@@ -47,21 +44,13 @@ blocks.attention.kv_norm.scale   ATTN_KV_A_NORM
 blocks.attention.wk              ATTN_K
 blocks.attention.wv              ATTN_V
 blocks.attention.wo              ATTN_OUT
-blocks.attention.bq              ATTN_Q.bias
-blocks.attention.bk              ATTN_K.bias
-blocks.attention.bv              ATTN_V.bias
-blocks.attention.bo              ATTN_OUT.bias
 blocks.attention.q_norm.scale    ATTN_Q_NORM
 blocks.attention.k_norm.scale    ATTN_K_NORM
 blocks.attention.sinks           ATTN_SINKS
 blocks.mlp.w_gate                FFN_GATE
 blocks.mlp.w_up                  FFN_UP
 blocks.mlp.w_down                FFN_DOWN
-blocks.mlp.b_gate                FFN_GATE.bias
-blocks.mlp.b_up                  FFN_UP.bias
-blocks.mlp.b_down                FFN_DOWN.bias
 blocks.mlp.router                FFN_GATE_INP
-blocks.mlp.b_router              FFN_GATE_INP.bias
 blocks.mlp.bias.value            FFN_EXP_PROBS_B.bias
 blocks.dense_mlp.w_gate          FFN_GATE
 blocks.dense_mlp.w_up            FFN_UP
@@ -71,7 +60,11 @@ blocks.shared_mlp.w_up           FFN_UP_SHEXP
 blocks.shared_mlp.w_down         FFN_DOWN_SHEXP
 blocks.shared_gate               FFN_GATE_INP_SHEXP
 """
-_NAMES = {row.split()[0]: row.split()[1:] for row in filter(None, _TENSORS.splitlines())}
+_NAMES = {
+    name: [choice + end for choice in choices]
+    for path, *choices in map(str.split, _TENSORS.strip().splitlines())
+    for name, end in ((path, ""), (bias_of(path), ".bias"))
+}
 # Of latent attention, whose matrices have other places.
 _LATENT = {
     "blocks.attention.wk": ["ATTN_K_B"],

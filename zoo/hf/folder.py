@@ -30,6 +30,7 @@ from zoo.publishing.formats import (
     Format,
     Opened,
     Options,
+    Source,
     json_object,
     parse_dtype,
     read_json,
@@ -91,15 +92,8 @@ class _HuggingFace(Format):
         dtype = values.get("dtype") or values.get("torch_dtype")
         return stored, jnp.dtype(dtype) if dtype in ("bfloat16", "float16", "float32") else None
 
-    def write(
-        self,
-        folder: Path | None,
-        model: PyTree,
-        dtypes: Mapping[str, Any],
-        *,
-        tokenizer: Any,
-        like: Path | None,
-    ) -> dict[str, Digest]:
+    def write(self, folder: Path | None, model: PyTree, source: Source) -> dict[str, Digest]:
+        dtypes, tokenizer, like = source
         values, generation = {}, {}
         if like is not None and formats.of(like) is self:
             values, generation = read_json(like / CONFIG), token_ids.read_generation(like)
@@ -148,11 +142,7 @@ class _HuggingFace(Format):
             import huggingface_hub
 
             where = huggingface_hub.snapshot_download(_without_scheme(name), local_files_only=True)
-        except (
-            ImportError,
-            OSError,
-            ValueError,
-        ):  # the cache lacks it
+        except (ImportError, OSError, ValueError):  # the cache lacks it
             return None
         return Path(where)
 

@@ -71,7 +71,13 @@ _AXES = {
     "head.weight": "vocab embed",
     "norm_scale": "heads.head_dim",
 }
-_BIASES = {"weight": "bias", "scale": "bias", "router": "b_router"}  # else as w_up and b_up
+
+
+def bias_of(path: str) -> str:
+    """The path of the bias beside a matrix, or beside a norm's scale."""
+    start, dot, last = path.rpartition(".")
+    others = {"weight": "bias", "scale": "bias", "router": "b_router"}
+    return start + dot + others.get(last, f"b{last[1:]}")  # as w_up and b_up
 
 
 def table(text: str, *, layer: str) -> dict[str, Tensor]:
@@ -100,8 +106,7 @@ def table(text: str, *, layer: str) -> dict[str, Tensor]:
                 axes[0] = f"part.{axes[0]}"
             turned = " ".join(axes[::-1] if given == ["T"] else axes)
             if module := name.removesuffix("*") * name.endswith("*"):
-                bias = path.removesuffix(last) + _BIASES.get(last, f"b{last[1:]}")
-                found[bias] = Tensor(f"{module}bias", " ".join(axes[:1]), part, rows)
+                found[bias_of(path)] = Tensor(f"{module}bias", " ".join(axes[:1]), part, rows)
                 found[path] = Tensor(f"{module}weight", turned, part, rows)
             else:
                 found[path] = Tensor(name, turned, part, rows)

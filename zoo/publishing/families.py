@@ -30,6 +30,7 @@ from zoo.publishing.formats import (
     Format,
     Opened,
     Options,
+    Source,
     json_object,
     read_json,
     version,
@@ -361,22 +362,14 @@ class _Own(Format):
     def dtypes(self, folder: Path) -> tuple[Mapping[str, Any], Any]:
         return {name: x.dtype for name, x in outline(folder / WEIGHTS).items()}, None
 
-    def write(
-        self,
-        folder: Path | None,
-        model: PyTree,
-        dtypes: Mapping[str, Any],
-        *,
-        tokenizer: Any,
-        like: Path | None,
-    ) -> dict[str, Digest]:
+    def write(self, folder: Path | None, model: PyTree, source: Source) -> dict[str, Digest]:
         description = describe(model)
-        eos_ids = choose_eos_ids(getattr(body_of(model), "config", None), tokenizer)
+        eos_ids = choose_eos_ids(getattr(body_of(model), "config", None), source.tokenizer)
         if eos_ids and "config" in description:
             description["config"]["eos_ids"] = eos_ids
         if folder is not None:
             (folder / CONFIG).write_text(json.dumps(description, indent=1) + "\n")
-        return {WEIGHTS: write_tensors(folder and folder / WEIGHTS, model, dtypes)}
+        return {WEIGHTS: write_tensors(folder and folder / WEIGHTS, model, source.dtypes)}
 
 
 OWN = _Own()

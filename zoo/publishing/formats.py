@@ -102,6 +102,16 @@ class Base:
     """The ids that end the texts of the model with its adapters."""
 
 
+class Source(NamedTuple):
+    """What is saved with a model, of where it comes from."""
+
+    dtypes: Mapping[str, Any]
+    """The dtype to store each parameter in, by its path."""
+    tokenizer: Any
+    folder: Path | None
+    """The folder, in any format, that the model came from."""
+
+
 class Format(abc.ABC):
     """A format of the folders of models. Its errors are PublishErrors, before any compute."""
 
@@ -125,20 +135,12 @@ class Format(abc.ABC):
         """The dtypes of a model's parameters by path, and that of others; None for their own."""
         return {}, None
 
-    def write(
-        self,
-        folder: Path | None,
-        model: PyTree,
-        dtypes: Mapping[str, Any],
-        *,
-        tokenizer: Any,
-        like: Path | None,
-    ) -> dict[str, Digest]:
-        """Write a model's description and its weights, in `dtypes` by path.
+    def write(self, folder: Path | None, model: PyTree, source: Source) -> dict[str, Digest]:
+        """Write a model's description and its weights.
 
         All processes call it, because arrays are gathered from all; those without a folder write
-        nothing. The tokenizer's files are there already. `like` is the folder, in any format, that
-        the model came from. Returns the checksums of the files that have them.
+        nothing. The tokenizer's files are there already. Returns the checksums of the files that
+        have them.
         """
         raise NotImplementedError
 

@@ -35,7 +35,16 @@ from zoo.publishing.families import (
     reconfigured,
     with_more_ends,
 )
-from zoo.publishing.formats import METRICS, README, AdapterFormat, Base, Options, read_json, verify
+from zoo.publishing.formats import (
+    METRICS,
+    README,
+    AdapterFormat,
+    Base,
+    Options,
+    Source,
+    read_json,
+    verify,
+)
 from zoo.publishing.replacing import replacing
 from zoo.publishing.shelf import chain, fetched, find, find_here, whole
 from zoo.publishing.shelf import weights_checksum as weights_checksum
@@ -89,7 +98,7 @@ def save(
         if new is not None and tokenizer is not None:
             tokenizer.save(new)
         dtypes = stored_dtypes(model, stored, default)
-        written = chosen.write(new, model, dtypes, tokenizer=tokenizer, like=source)
+        written = chosen.write(new, model, Source(dtypes, tokenizer, source))
         if new is not None:
             readme = _readme(Path(str(folder)).absolute().name, model, card, new / chosen.config)
             (new / README).write_text(readme, encoding="utf-8")
