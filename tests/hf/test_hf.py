@@ -35,6 +35,7 @@ WINDOWED |= {"phi3", "smollm3", "olmo3", "exaone4", "ministral", "starcoder2", "
 QUICK = {"cohere2", "deepseek_v3", "gemma3", "gpt2", "mixtral", "olmo2", "qwen2_windows"}
 SLOW = pytest.mark.slow
 GREEDY = [name if name in QUICK else pytest.param(name, marks=SLOW) for name in DECODERS]
+WINDOWS = [x if x in WINDOWED | QUICK else pytest.param(x, marks=SLOW) for x in DECODERS]
 # Kept keys stay as they were once a text grows beyond the length that LongRoPE begins with.
 GREEDY = [x for x in GREEDY if getattr(x, "values", x) != ("phi3",)]
 
@@ -131,7 +132,7 @@ def test_cached_greedy_matches_uncached_greedy(name: str):
         assert with_cache == tokens[0, : len(prompt) + new].tolist()
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", WINDOWS)
 def test_windowed_layers_cache_only_their_window(name: str):
     model, length = loaded(name), 31
     tokens = jax.ShapeDtypeStruct((2, 11), jnp.int32)

@@ -141,17 +141,11 @@ def test_gradients_that_are_scattered_in_fusions_of_one_channel_count_each():
     assert [(c.kind, c.bytes) for c in found] == [("reduce-scatter", 64 * 3 / 4)] * 2
 
 
-def test_unknown_loops_count_once():
-    text = (TEXTS / "gpu.txt").read_text().replace("known_trip_count", "no_count")
-    text = text.replace("constant(3)", "parameter(1)")
-    program = hlo.read(text)
-    assert hlo.unknown_loops(program) == ["loop"]
-    assert {c.times for c in collectives.collectives(program)} == {1}
-
-
-def test_a_plan_refuses_unknown_loops():
+def test_unknown_loops_count_once_and_a_plan_refuses_them():
     text = (TEXTS / "gpu.txt").read_text().replace("known_trip_count", "no_count")
     program = hlo.read(text.replace("constant(3)", "parameter(1)"))
+    assert hlo.unknown_loops(program) == ["loop"]
+    assert {c.times for c in collectives.collectives(program)} == {1}
     with pytest.raises(hlo.HLOError, match=r"\['loop'\].*jax.lax.scan"):
         planning_job._traffic(program, {})
 

@@ -13,6 +13,7 @@ from zoo.transformer.rotary import PositionsConfig
 LOAD_BIAS_RATE = 0.001  # of DeepSeek-V3; config.json has none
 
 
+@functools.lru_cache(256)  # each of the families asks for that of the same model
 def canonical(config: transformer.Config) -> transformer.Config:
     """The one form of all configurations of the same model, by which they are compared.
 
