@@ -21,6 +21,7 @@ from zoo.hf.mambas import FACTORS
 from zoo.hf.rotary import Rotary
 from zoo.hf.rules import (
     Choice,
+    Computed,
     Each,
     Fields,
     Fixed,
@@ -38,19 +39,6 @@ from zoo.hf.rules import (
 OF_ATTENTION = "attention.qkv_bias attention.out_bias"
 BIASES = Each("attention_bias", OF_ATTENTION, False)
 RELU2 = Choice("hidden_act", "mlp", {"relu2": "relu2"}, "relu2")
-
-
-@dataclass(frozen=True)
-class OriginalLength(Rule):
-    """The length that LongRoPE begins with, beside the rotary parameters, whose rule reads it."""
-
-    def read(self, fields: Fields) -> dict[str, Any]:
-        fields.take("original_max_position_embeddings", None)
-        return {}
-
-    def write(self, config: Any) -> dict[str, Any]:
-        length = config.positions.scaling.original_max_seq_len
-        return {"original_max_position_embeddings": length or config.max_seq_len}
 
 
 @dataclass(frozen=True)
@@ -90,7 +78,13 @@ PHI3 = decoder(
     rules=(
         *sizes(eps=1e-5, head_dim="derived"),
         SILU,
-        OriginalLength(),
+        # The length that LongRoPE begins with, which the rule of rotary positions reads.
+        Computed(
+            "original_max_position_embeddings",
+            None,
+            lambda *_: {},
+            lambda config: config.positions.scaling.original_max_seq_len or config.max_seq_len,
+        ),
         Rotary(max_seq_len=4096, fraction=1.0),
         Same("sliding_window", "attention.window", None),
         Fixed("attention_bias", False, written=False),

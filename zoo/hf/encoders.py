@@ -12,19 +12,7 @@ from zoo.hf.family import Family
 from zoo.hf.gpts import GELUS
 from zoo.hf.layouts import table
 from zoo.hf.rotary import Rotary
-from zoo.hf.rules import Choice, Each, Fields, Fixed, LayerTypes, Rule, Same, same, words
-
-
-@dataclass(frozen=True)
-class Tied(Rule):
-    """Whether the output head is the embedding; a model without a head says nothing on it."""
-
-    def read(self, fields: Fields) -> dict[str, Any]:
-        return {"tie_embeddings": fields.take("tie_word_embeddings", True)}
-
-    def write(self, config: Any) -> dict[str, Any]:
-        tied = config.tie_embeddings or config.encoder.head == "none"
-        return {"tie_word_embeddings": tied}
+from zoo.hf.rules import Choice, Computed, Each, Fields, Fixed, LayerTypes, Rule, Same, same, words
 
 
 @dataclass(frozen=True)
@@ -58,17 +46,6 @@ class TokenDropout(Rule):
 
 
 @dataclass(frozen=True)
-class Padding(Rule):
-    """The id of padding, which ESM's code asks for; a tokenizer's own takes its place."""
-
-    def read(self, fields: Fields) -> dict[str, Any]:
-        return {}
-
-    def write(self, config: Any) -> dict[str, Any]:
-        return {"pad_token_id": 1}
-
-
-@dataclass(frozen=True)
 class TwoSidedWindow(LayerTypes):
     """ModernBERT's: `local_attention` is how many positions a token sees to both sides."""
 
@@ -94,12 +71,19 @@ class TwoSidedWindow(LayerTypes):
         return {"layer_types": types, "local_attention": 2 * ((config.attention.window or 65) - 1)}
 
 
+# Whether the output head is the embedding; a model without a head says nothing on it.
+TIED = Computed(
+    "tie_word_embeddings",
+    True,
+    lambda tied, _: {"tie_embeddings": tied},
+    lambda config: config.tie_embeddings or config.encoder.head == "none",
+)
 SIZES = (
     *same(
         """vocab_size=vocab_size hidden_size=d_model num_hidden_layers=num_layers
         num_attention_heads=num_heads intermediate_size=d_ff"""
     ),
-    Tied(),
+    TIED,
 )
 # Of all heads but those of decoders: a layer, a norm, and the embedding with a bias.
 ENCODER = {
@@ -242,7 +226,7 @@ DISTILBERT = encoder(
             max_position_embeddings=max_seq_len:512"""
         ),
         Choice("activation", "mlp", {"gelu": "gelu_erf", "relu": "relu"}, "gelu"),
-        Tied(),
+        TIED,
     ),
     always={**STREAM, "residual.norm_eps": 1e-12},
     tensors=table(
@@ -277,7 +261,8 @@ ESM = encoder(
             None,
         ),
         TokenDropout(),
-        Padding(),
+        # ESM's code asks for it; a tokenizer's own takes its place.
+        Computed("pad_token_id", None, lambda *_: {}, lambda _: 1),
         Choice("hidden_act", "mlp", {"gelu": "gelu_erf"}, "gelu"),
         *NO_DECODER,
         Choice("position_embedding_type", "positions.kind", {"rotary": "rotary"}, "absolute"),

@@ -15,7 +15,7 @@ from zoo import transformer
 from zoo.hf.layouts import table
 from zoo.hf.llamas import PAIRS, decoder, side_by_side
 from zoo.hf.rotary import Rotary
-from zoo.hf.rules import Choice, Each, Fields, Fixed, Rule, same, shortest, words
+from zoo.hf.rules import Choice, Computed, Each, Fields, Fixed, Rule, same, shortest, words
 
 GELUS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf"}
 NORMS = {"residual.norm": "layer", "residual.norm_bias": True}
@@ -24,18 +24,6 @@ _OF_GPT2 = """vocab_size=vocab_size n_embd=d_model n_layer=num_layers n_head=num
 _SHORT = same(f"{_OF_GPT2} n_positions=max_seq_len:1024 tie_word_embeddings=tie_embeddings:True")
 SUMMARY = """summary_activation summary_first_dropout summary_proj_to_labels summary_type
     summary_use_proj"""
-
-
-@dataclass(frozen=True)
-class RotaryDim(Rule):
-    """How many features of a head rotate; null for all."""
-
-    def read(self, fields: Fields) -> dict[str, Any]:
-        size = fields.values["n_embd"] // fields.values["n_head"]
-        return {"positions.rotary_fraction": (fields.take("rotary_dim", 64) or size) / size}
-
-    def write(self, config: Any) -> dict[str, Any]:
-        return {"rotary_dim": config.rotary_size}
 
 
 @dataclass(frozen=True)
@@ -165,7 +153,16 @@ GPTJ = of_gpt(
     rules=(
         *same(_OF_GPT2 + " n_positions=max_seq_len:2048 tie_word_embeddings=tie_embeddings:False"),
         Choice("activation_function", "mlp", GELUS, "gelu_new"),
-        RotaryDim(),
+        Computed(  # how many features of a head rotate; null for all
+            "rotary_dim",
+            64,
+            lambda size, values: {
+                "positions.rotary_fraction": size * values["n_head"] / values["n_embd"]
+                if size
+                else 1.0
+            },
+            lambda config: config.rotary_size,
+        ),
     ),
     always={**NORMS, "mlp_bias": True, "head_bias": True, "residual.parallel": "one_norm"},
     tensors=layer(

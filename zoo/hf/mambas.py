@@ -12,7 +12,7 @@ from zoo import transformer
 from zoo.hf.layouts import consecutive
 from zoo.hf.llamas import DENSE, ONLY_SILU, Mixers, common, decoder, layer, sizes
 from zoo.hf.rotary import Rotary
-from zoo.hf.rules import Fields, Fixed, Rule, same, shortest, words
+from zoo.hf.rules import Computed, Fields, Fixed, Rule, same, shortest, words
 
 _NO_LIMITS = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
 
@@ -47,20 +47,6 @@ class Mamba(Rule):
         values = {self.heads: settings.num_heads, self.head_dim: size}
         values[self.expand] = settings.num_heads * size // config.d_model
         return {self.prefix + name: x for name, x in values.items()}
-
-
-@dataclass(frozen=True)
-class Inverse(Rule):
-    """A divisor there, and a factor here."""
-
-    theirs: str
-    ours: str
-
-    def read(self, fields: Fields) -> dict[str, Any]:
-        return {self.ours: 1 / fields.take(self.theirs, 1.0)}
-
-    def write(self, config: Any) -> dict[str, Any]:
-        return {self.theirs: 1 / getattr(config, self.ours)}
 
 
 @dataclass(frozen=True)
@@ -134,7 +120,13 @@ FACTORS = (  # Granite's
         """embedding_multiplier=residual.embedding_multiplier:1.0
         residual_multiplier=residual.multiplier:1.0 attention_multiplier=attention.scale:1.0"""
     ),
-    Inverse("logits_scaling", "logit_multiplier"),
+    # A divisor there, and a factor here.
+    Computed(
+        "logits_scaling",
+        1.0,
+        lambda divisor, _: {"logit_multiplier": 1 / divisor},
+        lambda config: 1 / config.logit_multiplier,
+    ),
 )
 MAMBA_LINES = """
     blocks.recurrence.{wz,wx,wb,wc,wdt}      {m}.in_proj.weight   zxbcdt:

@@ -27,7 +27,7 @@ from zoo.hf.llamas import (
     sizes,
 )
 from zoo.hf.rotary import Rotary
-from zoo.hf.rules import Choice, Fixed, LayerTypes, OptionalLayerTypes, QueryScale, Rule, Same
+from zoo.hf.rules import Choice, Computed, Fixed, LayerTypes, OptionalLayerTypes, Rule, Same
 
 # The part for text of a whole model, in the names of newer and of older versions.
 OF_WHOLE_PREFIXES = ("model.", "", "model.language_model.", "language_model.model.")
@@ -102,7 +102,13 @@ def _gemma_rules(
         Choice("hidden_activation", "mlp", GEMMA_MLPS, "gelu_pytorch_tanh"),
         Same("attn_logit_softcapping", "attention.soft_cap", attention_cap),
         Same("final_logit_softcapping", "logit_soft_cap", logit_cap),
-        QueryScale(),
+        # Attention logits are divided by its square root.
+        Computed(
+            "query_pre_attn_scalar",
+            256,
+            lambda scalar, _: {"attention.scale": scalar**-0.5},
+            lambda config: round((config.attention.scale or config.head_size**-0.5) ** -2),
+        ),
         Fixed("attention_bias", False),
     )
 

@@ -9,7 +9,7 @@ error: nothing that changes the maths is ignored.
 import abc
 import functools
 from ast import literal_eval
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,6 +180,22 @@ class Choice(Rule):
 
 
 @dataclass(frozen=True)
+class Computed(Rule):
+    """A field of another form: what it gives, by its value and all fields, and it by a `Config`."""
+
+    theirs: str
+    default: Any
+    given: Callable[[Any, Mapping[str, Any]], dict[str, Any]]
+    taken: Callable[[Any], Any]
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        return self.given(fields.take(self.theirs, self.default), fields.values)
+
+    def write(self, config: Any) -> dict[str, Any]:
+        return {self.theirs: self.taken(config)}
+
+
+@dataclass(frozen=True)
 class Each(Rule):
     """The same value of several fields, such as those of biases; `ours` are words."""
 
@@ -309,20 +325,6 @@ def layer_types(config: Any) -> list[str]:
         "recurrent" not in config.all_layer_kinds, f"mixer.pattern={config.mixer.pattern}"
     )
     return [_TYPES[kind.removesuffix("_nope")] for kind in config.all_layer_kinds]
-
-
-@dataclass(frozen=True)
-class QueryScale(Rule):
-    """`query_pre_attn_scalar`: attention logits are divided by its square root."""
-
-    default: int = 256
-
-    def read(self, fields: Fields) -> dict[str, Any]:
-        return {"attention.scale": fields.take("query_pre_attn_scalar", self.default) ** -0.5}
-
-    def write(self, config: Any) -> dict[str, Any]:
-        scale = config.attention.scale
-        return {"query_pre_attn_scalar": config.head_size if scale is None else round(scale**-2)}
 
 
 def shortest(pattern: tuple[Any, ...]) -> tuple[Any, ...]:

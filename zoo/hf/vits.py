@@ -3,6 +3,7 @@
 # ruff: noqa: D102 (`Rule` documents the methods of all rules)
 
 import dataclasses
+import operator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,25 +12,8 @@ from zoo.hf.encoders import layers
 from zoo.hf.family import Family
 from zoo.hf.gpts import GELUS
 from zoo.hf.layouts import table
-from zoo.hf.rules import Choice, Fields, Fixed, Rule, Same, same, words
+from zoo.hf.rules import Choice, Computed, Fields, Fixed, Rule, Same, same, words
 from zoo.transformer import VisionConfig, VisionTransformer
-
-
-@dataclass(frozen=True)
-class Square(Rule):
-    """A height and width that are one number, or a pair of equal ones."""
-
-    theirs: str
-    default: int
-
-    def read(self, fields: Fields) -> dict[str, Any]:
-        size = fields.take(self.theirs, self.default)
-        if isinstance(size, list) and len({*size}) == 1:
-            size = size[0]
-        return {self.theirs: size}
-
-    def write(self, config: Any) -> dict[str, Any]:
-        return {self.theirs: getattr(config, self.theirs)}
 
 
 @dataclass(frozen=True)
@@ -56,19 +40,6 @@ class Labels(Rule):
         return {"architectures": [self.architecture], "id2label": labels, "label2id": ids}
 
 
-@dataclass(frozen=True)
-class MlpRatio(Rule):
-    """The width of the MLP as a multiple of the model's."""
-
-    def read(self, fields: Fields) -> dict[str, Any]:
-        ratio = fields.take("mlp_ratio", 4)
-        return {"d_ff": int(fields.values.get("hidden_size", 768) * ratio)}
-
-    def write(self, config: Any) -> dict[str, Any]:
-        ratio = config.parts.hidden_size / config.d_model
-        return {"mlp_ratio": int(ratio) if ratio.is_integer() else ratio}
-
-
 def _canonical(config: VisionConfig) -> VisionConfig:
     """The canonical form: derived sizes filled in, and starts of training left out."""
     scale = None if config.layer_scale is None else 1.0
@@ -81,7 +52,18 @@ def _sizes(patch_size: int, hidden: bool = True) -> tuple[Rule, ...]:
     text = """hidden_size=d_model:768 num_hidden_layers=num_layers:12
         num_attention_heads=num_heads:12 num_channels=channels:3"""
     wide = " intermediate_size=d_ff:3072" * hidden
-    return (*same(text + wide), Square("image_size", 224), Square("patch_size", patch_size))
+    return (*same(text + wide), _square("image_size", 224), _square("patch_size", patch_size))
+
+
+def _square(name: str, default: int) -> Rule:
+    """A height and width that are one number, or a pair of equal ones."""
+    one = lambda x, _: {name: x[0] if isinstance(x, list) and len({*x}) == 1 else x}  # noqa: E731
+    return Computed(name, default, one, operator.attrgetter(name))
+
+
+def _mlp_ratio(config: VisionConfig) -> float:
+    ratio = config.parts.hidden_size / config.d_model
+    return int(ratio) if ratio.is_integer() else ratio
 
 
 vision = partial(Family, model=VisionTransformer, config=VisionConfig, canonical=_canonical)
@@ -138,7 +120,12 @@ DINOV2 = vision(
     architecture="Dinov2Model",
     rules=(
         *_sizes(14, hidden=False),
-        MlpRatio(),
+        Computed(
+            "mlp_ratio",
+            4,
+            lambda ratio, values: {"d_ff": int(values.get("hidden_size", 768) * ratio)},
+            _mlp_ratio,
+        ),
         Same("layer_norm_eps", "norm_eps", 1e-6),
         Same("qkv_bias", "qkv_bias", True),
         Same("layerscale_value", "layer_scale", 1.0),
