@@ -77,7 +77,7 @@ CEILINGS = {
     "training": 2730,
     "decoding": 1372,
     "publishing": 1817,
-    "hf": 6014,
+    "hf": 5981,
     "runs": 4983,
     "tasks": 1680,
     "alignment": 2281,

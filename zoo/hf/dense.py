@@ -1,21 +1,21 @@
-"""The dense types with most of Llama's names: Phi, SmolLM3, Granite, OLMo, EXAONE and others."""
+"""The dense types with most of Llama's names: Phi, OLMo, EXAONE, GLM, Cohere and others."""
 
 # ruff: noqa: D102 (`Rule` documents the methods of all rules)
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from zoo.hf.gpts import GELUS
 from zoo.hf.llamas import (
     DENSE,
     GATE_UP,
+    INTERLEAVED,
+    PAIRS,
     POST_NORMS,
-    SILU,
     common,
     decoder,
     layer,
     side_by_side,
-    sizes,
 )
 from zoo.hf.mambas import FACTORS
 from zoo.hf.rotary import Rotary
@@ -76,8 +76,7 @@ PHI3 = decoder(
     model_type="phi3",
     architecture="Phi3ForCausalLM",
     rules=(
-        *sizes(eps=1e-5, head_dim="derived"),
-        SILU,
+        *common(Rotary(max_seq_len=4096, fraction=1.0), eps=1e-5, head_dim="derived"),
         # The length that LongRoPE begins with, which the rule of rotary positions reads.
         Computed(
             "original_max_position_embeddings",
@@ -85,7 +84,6 @@ PHI3 = decoder(
             lambda *_: {},
             lambda config: config.positions.scaling.original_max_seq_len or config.max_seq_len,
         ),
-        Rotary(max_seq_len=4096, fraction=1.0),
         Same("sliding_window", "attention.window", None),
         Fixed("attention_bias", False, written=False),
     ),
@@ -250,4 +248,76 @@ PHI = decoder(
         blocks.mlp.w_down    mlp.fc2.*
         """
     ),
+)
+# Types with the two of a rotary pair side by side in the checkpoint.
+HELIUM = decoder(
+    model_type="helium",
+    architecture="HeliumForCausalLM",
+    rules=(
+        *common(Rotary(max_seq_len=4096), eps=1e-8, kv_heads=20, head_dim=128),
+        Fixed("attention_bias", False),
+        Fixed("mlp_bias", False),
+    ),
+    tensors=DENSE | INTERLEAVED,
+    splits=PAIRS,
+)
+ERNIE4_5 = decoder(
+    model_type="ernie4_5",
+    architecture="Ernie4_5ForCausalLM",
+    rules=(
+        *common(Rotary(max_seq_len=131072), tied=True, eps=1e-5, kv_heads=2, head_dim=128),
+        Fixed("use_bias", False),
+    ),
+    tensors=DENSE | INTERLEAVED,
+    splits=PAIRS,
+)
+GLM = decoder(
+    model_type="glm",
+    architecture="GlmForCausalLM",
+    rules=(
+        *common(Rotary(max_seq_len=131072, fraction=0.5), eps=1.5625e-07, kv_heads=2, head_dim=128),
+        Same("attention_bias", "attention.qkv_bias", True),
+    ),
+    tensors=DENSE | INTERLEAVED | GATE_UP,
+    splits=PAIRS,
+)
+GLM4 = replace(
+    GLM,
+    model_type="glm4",
+    architecture="Glm4ForCausalLM",
+    always={"residual.norm_placement": "both"},
+    tensors={
+        **GLM.tensors,
+        **layer(
+            """
+            blocks.attention_out_norm.scale  post_self_attn_layernorm.weight
+            blocks.mlp_out_norm.scale        post_mlp_layernorm.weight
+            """
+        ),
+    },
+)
+COHERE = decoder(
+    model_type="cohere",
+    architecture="CohereForCausalLM",
+    rules=(
+        *common(
+            Rotary(max_seq_len=8192),
+            tied=True,
+            eps=1e-5,
+            eps_name="layer_norm_eps",
+            head_dim="derived",
+        ),
+        Same("logit_scale", "logit_multiplier", 0.0625),
+        BIASES,
+        Fixed("use_qk_norm", False),
+    ),
+    always={"residual.norm": "layer", "residual.parallel": "one_norm"},
+    tensors=DENSE | INTERLEAVED,
+    splits=PAIRS,
+)
+COHERE2 = replace(
+    COHERE,
+    model_type="cohere2",
+    architecture="Cohere2ForCausalLM",
+    rules=(*COHERE.rules, RotaryInWindows(period=4)),
 )

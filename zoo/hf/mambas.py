@@ -1,4 +1,4 @@
-"""The model types with Mamba-2: Granite 4 H and Bamba, beside attention, and Mamba-2 alone."""
+"""The model types with Mamba-2, Granite 4 H and Bamba beside attention, and xLSTM (of 7B)."""
 
 # ruff: noqa: D102 (`Rule` documents the methods of all rules)
 
@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from zoo import transformer
-from zoo.hf.layouts import consecutive
+from zoo.hf.layouts import consecutive, table
 from zoo.hf.llamas import DENSE, ONLY_SILU, Mixers, common, decoder, layer, sizes
 from zoo.hf.rotary import Rotary
 from zoo.hf.rules import Computed, Fields, Fixed, Rule, same, shortest, words
+from zoo.nn.recurrences import mlstm
 
 _NO_LIMITS = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
 
@@ -113,6 +114,36 @@ class Indices(Rule):
     def write(self, config: Any) -> dict[str, Any]:
         mixers = enumerate(config.mixers)  # fields of a block
         return {"attn_layer_indices": [i for i, mixer in mixers if mixer == "attention"]}
+
+
+@dataclass(frozen=True)
+class Factors(Rule):
+    """Sizes as factors of the width; the MLP's rounded up to a whole multiple."""
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        width, heads = fields.values["hidden_size"], fields.values["num_heads"]
+        for name, other in (("embedding_dim", "hidden_size"), ("num_blocks", "num_hidden_layers")):
+            if fields.take(name, None) not in (None, fields.values[other]):
+                raise fields.refusal(f"{name} contradicts {other}: remove the wrong one")
+        factors = fields.take("qk_dim_factor", 0.5), fields.take("v_dim_factor", 1.0)
+        keys, values = (int(width * factor) // heads for factor in factors)
+        unit = fields.take("ffn_round_up_to_multiple_of", 64)
+        return {
+            "mixer.recurrence.key_dim": keys,
+            "mixer.recurrence.value_dim": values,
+            "d_ff": int((width * fields.take("ffn_proj_factor", 2.667) + unit - 1) // unit * unit),
+        }
+
+    def write(self, config: Any) -> dict[str, Any]:
+        settings, width = config.mixer.recurrence, config.d_model
+        keys, values = (settings.num_heads * size / width for size in settings.sizes(width))
+        unit = 64 if config.hidden_size % 64 == 0 else 1
+        return {
+            "qk_dim_factor": keys,
+            "v_dim_factor": values,
+            "ffn_proj_factor": config.hidden_size / width,
+            "ffn_round_up_to_multiple_of": unit,
+        }
 
 
 FACTORS = (  # Granite's
@@ -258,5 +289,55 @@ MAMBA2 = decoder(
     ignored=words(
         "chunk_size rescale_prenorm_residual residual_in_fp32 time_step_floor time_step_max "
         "time_step_min time_step_rank"
+    ),
+)
+XLSTM = decoder(
+    model_type="xlstm",
+    architecture="xLSTMForCausalLM",
+    rules=(
+        *same(
+            """vocab_size=vocab_size hidden_size=d_model num_hidden_layers=num_layers
+            num_heads=mixer.recurrence.num_heads norm_eps=residual.norm_eps:1e-6
+            tie_word_embeddings=tie_embeddings:False
+            output_logit_soft_cap=logit_soft_cap:30.0"""
+        ),
+        Factors(),
+        Fixed("eps", mlstm.EPS),
+        Fixed("gate_soft_cap", mlstm.CAP),
+        Fixed("use_bias", False),
+        Fixed("add_out_norm", True),
+        Fixed("weight_mode", "single"),
+    ),
+    always={"num_heads": 1, "positions.kind": "none", "mixer.pattern": ("mlstm",)},
+    tensors=table(
+        """
+        embedding.weight                {prefix}embeddings.weight
+        final_norm.scale                {prefix}out_norm.weight
+        head.weight                     lm_head.weight
+        blocks.attention_norm.scale     norm_mlstm.weight
+        blocks.mlp_norm.scale           norm_ffn.weight
+        blocks.mlp.w_gate               ffn.proj_up_gate.weight
+        blocks.mlp.w_up                 ffn.proj_up.weight
+        blocks.mlp.w_down               ffn.proj_down.weight
+        blocks.recurrence.wq            mlstm_layer.q.weight             heads.head_dim embed
+        blocks.recurrence.wk            mlstm_layer.k.weight             heads.head_dim embed
+        blocks.recurrence.wv            mlstm_layer.v.weight
+        blocks.recurrence.wz            mlstm_layer.ogate_preact.weight
+        blocks.recurrence.wf            mlstm_layer.fgate_preact.weight  heads embed
+        blocks.recurrence.wi            mlstm_layer.igate_preact.weight  heads embed
+        blocks.recurrence.gates.forget  mlstm_layer.fgate_preact.bias
+        blocks.recurrence.gates.input   mlstm_layer.igate_preact.bias
+        blocks.recurrence.norm_scale    mlstm_layer.multihead_norm.weight
+        blocks.recurrence.wo            mlstm_layer.out_proj.weight
+        """,
+        layer="{prefix}blocks.{layer}.",
+    ),
+    prefixes=("backbone.", ""),
+    marker="{prefix}embeddings.weight",
+    # How a program runs, and in what precision.
+    ignored=words(
+        "autocast_kernel_dtype chunk_size chunkwise_kernel inference_state_dtype "
+        "max_inference_chunksize mode norm_reduction_force_float32 return_last_states "
+        "sequence_kernel step_kernel"
     ),
 )

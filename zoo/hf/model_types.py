@@ -1,17 +1,6 @@
 """The model types: Llama and the closest to it, and all others, by name."""
 
-from zoo.hf import (
-    deepseek,
-    delta_nets,
-    dense,
-    encoders,
-    experts,
-    gpts,
-    interleaved,
-    mambas,
-    vits,
-    xlstm,
-)
+from zoo.hf import deepseek, delta_nets, dense, encoders, experts, gpts, mambas, vits
 from zoo.hf.dense import BIASES
 from zoo.hf.experts import DENSE_MLP, INTERVAL
 from zoo.hf.family import Family
@@ -198,7 +187,7 @@ REFUSED = {
 }
 
 # `family_of` prefers the first of the families that fit: those here, then lineage after lineage.
-_LINEAGES = gpts, encoders, experts, deepseek, dense, interleaved, vits, delta_nets, mambas, xlstm
+_LINEAGES = gpts, encoders, experts, deepseek, dense, vits, delta_nets, mambas
 MODEL_TYPES = {
     family.model_type: family
     for names in ({**globals()}, *map(vars, _LINEAGES))
