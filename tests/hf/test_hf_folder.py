@@ -86,16 +86,10 @@ def test_older_config_spellings_are_read(name: str, changes: dict, copy: Any):
     ("name", "changes", "message"),
     [
         ("llama2", {"model_type": "mamba"}, "'mamba' is unknown; known are llama, .*CONTRIBUTING"),
-        (
-            "llama2",
-            {"model_type": "paligemma", "text_config": {"model_type": "gemma3_text"}},
-            "its language model is a gemma3_text, which opens once it is saved",
-        ),
-        (
-            "llama2",
-            {"model_type": ...},
-            "describes no model in a format that is installed: zoo, hf",
-        ),
+        ("llama2", {"model_type": "paligemma", "text_config": {"model_type": "gemma3_text"}},
+         "its language model is a gemma3_text, which opens once it is saved"),
+        ("llama2", {"model_type": ...},
+         "describes no model in a format that is installed: zoo, hf"),
         ("llama2", {"model_type": ["llama"]}, r"model_type \['llama'\] is unknown"),
         ("mixtral", {"num_local_experts": None}, "num_local_experts=None: must be an integer"),
         ("llama2", {"attention_sinks": 4}, "unknown fields, which may .* attention_sinks=4"),
@@ -110,33 +104,20 @@ def test_older_config_spellings_are_read(name: str, changes: dict, copy: Any):
         ("llama2", {"tie_word_embeddings": 1}, "tie_embeddings=1: must be True or False"),
         ("llama2", {"intermediate_size": -3}, "d_ff=-3: must be positive"),
         ("llama2", {"num_hidden_layers": 10**12}, "num_layers=10+: must be an integer of 32 bits"),
-        (
-            "mixtral",
-            {"num_local_experts": 4097},
-            "num_experts=4097: must be at most 4096",
-        ),
+        ("mixtral", {"num_local_experts": 4097}, "num_experts=4097: must be at most 4096"),
         ("llama2", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' are"),
         ("llama2", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "x": 3}}, "'x': 3"),
         ("llama2", {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0]}}, "'short_"),
-        (
-            "llama_yarn",
-            {"rope_scaling": {"type": "yarn", "factor": 2.0, "rope_theta": 100.0}},
-            "rope_scaling and rope_parameters contradict each other, .*=2.0",
-        ),
+        ("llama_yarn", {"rope_scaling": {"type": "yarn", "factor": 2.0, "rope_theta": 100.0}},
+         "rope_scaling and rope_parameters contradict each other, .*=2.0"),
         ("llama2", {"rope_parameters": {"rope_type": "linear"}}, "'linear' need 'factor'"),
         ("llama2", {"rope_parameters": {"beta": 1.0}}, "unknown rotary parameters.*beta"),
         ("llama2", {"partial_rotary_factor": 0.5}, "unknown fields.*partial_rotary_factor=0.5"),
         ("mistral", {"attention_bias": True}, "unknown fields.*attention_bias=True"),
-        (
-            "llama2",
-            {"rope_parameters": {"attention_factor": 2.0}},
-            "parameters.*'attention_factor'",
-        ),
-        (
-            "llama3",
-            {"rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 500.0}},
-            "rope_scaling and rope_parameters contradict each other, .*=2.0",
-        ),
+        ("llama2", {"rope_parameters": {"attention_factor": 2.0}},
+         "parameters.*'attention_factor'"),
+        ("llama3", {"rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 500.0}},
+         "rope_scaling and rope_parameters contradict each other, .*=2.0"),
         ("llama3", {"rope_theta": 7.0}, "rope_theta and .* contradict each other, 7.0 and 500.0"),
         ("gemma3", {"rope_local_base_freq": 7.0}, "rope_local_base_freq and .* contradict"),
         ("llama2", {"rope_parameters": "linear"}, "rope_parameters='linear': must be"),
@@ -210,15 +191,12 @@ def test_older_config_spellings_are_read(name: str, changes: dict, copy: Any):
         ("falcon", {"alibi": True}, "alibi=True is not supported"),
         ("phi", {"qk_layernorm": True}, "qk_layernorm=True is not supported"),
         ("gpt2", {"model_type": "bloom"}, "'bloom' is unknown.*ALiBi"),
-        (
-            "mamba2",
-            {"model_type": "nemotron_h"},
-            "'nemotron_h' is unknown.*a mixer or an MLP alone",
-        ),
+        ("mamba2", {"model_type": "nemotron_h"},
+         "'nemotron_h' is unknown.*a mixer or an MLP alone"),
         ("xlstm", {"num_blocks": 3}, "num_blocks contradicts num_hidden_layers"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
-)
+)  # fmt: skip
 def test_unsupported_configurations_are_refused(name: str, changes: dict, message: str, copy: Any):
     folder = copy(name)
     edit(folder, **changes)
@@ -472,12 +450,10 @@ def test_pickles_are_never_opened(name: str, copy: Any):
         (lambda m: m.update(x=1), "index.json is damaged"),
         (lambda m: m.clear(), "index.json is damaged"),
         (lambda m: m.update(x=m["lm_head.weight"]), "names tensors that their files lack: x in"),
-        (
-            lambda m: m.pop("lm_head.weight"),
-            "holds lm_head.weight, which model.safetensors.index.json has in None",
-        ),
+        (lambda m: m.pop("lm_head.weight"),
+         "holds lm_head.weight, which model.safetensors.index.json has in None"),
     ],
-)
+)  # fmt: skip
 def test_invalid_shard_indexes_are_refused(change: Any, message: str, copy: Any):
     folder = copy("mistral")
     path = folder / "model.safetensors.index.json"

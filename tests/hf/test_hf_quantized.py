@@ -397,39 +397,23 @@ REFUSED: dict[str, tuple[str, Any, dict[str, Any], str]] = {
     "no g_idx": ("gptq", drop(".g_idx"), {}, r"q_proj\.g_idx: none here, \(64,\) by"),
     "g_idx": ("gptq", put(".g_idx", lambda x: x * 0), {}, r"q_proj: g_idx is damaged"),
     "negative": ("gptq", put(".g_idx", lambda x: x - 1), {}, r"q_proj: g_idx is damaged"),
-    "a shape": (
-        "gptq",
-        put(".qweight", lambda x: x[:4]),
-        {},
-        r"qweight: \(4, 64\) here, \(8, 64\)",
-    ),
+    "a shape": ("gptq", put(".qweight", lambda x: x[:4]), {},
+                r"qweight: \(4, 64\) here, \(8, 64\)"),
     "a type": ("gptq", put(".scales", lambda x: x.astype(np.int32)), {}, r"of type int32.*float16"),
-    "one layer": (
-        "gptq",
-        whole_first_layer,
-        {},
-        r"blocks.attention.wq stacks layers, of which som",
-    ),
+    "one layer": ("gptq", whole_first_layer, {},
+                  r"blocks.attention.wq stacks layers, of which som"),
     "none": ("gptq", nothing_quantised, {}, r"no matrix here is quantised"),
     "no absmax": ("nf4", drop(".weight.absmax"), {}, r"weight\.absmax: none here, \(1,\) by"),
     "no state": ("nf4", drop(STATE), {}, r"bitsandbytes__nf4: none here"),
     "state": ("nf4", put(STATE, lambda x: x[:9]), {}, r"nf4 is damaged"),
     "blocks": ("fp4", put(".weight.absmax", lambda x: x[1:]), {}, r"63 numbers, and 64 blocks"),
-    "a table": (
-        "nf4",
-        put(".weight.quant_map", lambda x: -x),
-        {},
-        r"another table than that of nf4",
-    ),
+    "a table": ("nf4", put(".weight.quant_map", lambda x: -x), {},
+                r"another table than that of nf4"),
     "another kind": ("nf4", None, {"bnb_4bit_quant_type": "fp4"}, r"bitsandbytes__fp4: none here"),
     "4 or 8 bits": ("nf4", None, {"load_in_8bit": True}, r"one of load_in_4bit and load_in_8bit"),
-    "rows": (
-        "int8",
-        put(".weight_format", lambda x: np.ones((), x.dtype)),
-        {},
-        r"weight_format=1: only 0",
-    ),
-}
+    "rows": ("int8", put(".weight_format", lambda x: np.ones((), x.dtype)), {},
+             r"weight_format=1: only 0"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)

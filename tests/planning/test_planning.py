@@ -796,23 +796,13 @@ def test_missing_tpu_compiler_is_named(monkeypatch):
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [
-        ("TPU v4", "v4"),
-        ("TPU v5 lite", "v5e"),
-        ("TPU v5", "v5p"),
-        ("TPU v6 lite", "v6e"),
-        ("TPU7x", "tpu7x"),
-        ("NVIDIA A100-SXM4-80GB", "a100-80"),
-        ("NVIDIA A100-SXM4-40GB", "a100-40"),
-        ("NVIDIA A10", "a10"),
-        ("NVIDIA L4", "l4"),
-        ("NVIDIA L40S", "l40s"),
-        ("NVIDIA GB200", "NVIDIA GB200"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H200", "h200"),
-        ("Some GPU", "Some GPU"),
-    ],
-)
+    [("TPU v4", "v4"), ("TPU v5 lite", "v5e"), ("TPU v5", "v5p"),
+     ("TPU v6 lite", "v6e"), ("TPU7x", "tpu7x"), ("NVIDIA A100-SXM4-80GB", "a100-80"),
+     ("NVIDIA A100-SXM4-40GB", "a100-40"), ("NVIDIA A10", "a10"), ("NVIDIA L4", "l4"),
+     ("NVIDIA L40S", "l40s"), ("NVIDIA GB200", "NVIDIA GB200"),
+     ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"),
+     ("Some GPU", "Some GPU")],
+)  # fmt: skip
 def test_devices_map_to_chips(kind, name):
     class Device:
         platform, device_kind = "gpu", kind
@@ -826,19 +816,12 @@ def test_devices_map_to_chips(kind, name):
 
 # Of each model's own files: the numbers of elements in its safetensors.
 PARAMETERS = {
-    "llama3-8b": 8_030_261_248,
-    "llama3-70b": 70_553_706_496,
-    "qwen3-0.6b": 596_049_920,
-    "qwen3-1.7b": 1_720_574_976,
-    "qwen3-4b": 4_022_468_096,
-    "qwen3-8b": 8_190_735_360,
-    "qwen3-14b": 14_768_307_200,
-    "qwen3-32b": 32_762_123_264,
-    "qwen3-30b-a3b": 30_532_122_624,
-    "mixtral-8x7b": 46_702_792_704,
-    "qwen3-next-80b-a3b": 79_674_391_296,
+    "llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496, "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976, "qwen3-4b": 4_022_468_096, "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200, "qwen3-32b": 32_762_123_264, "qwen3-30b-a3b": 30_532_122_624,
+    "mixtral-8x7b": 46_702_792_704, "qwen3-next-80b-a3b": 79_674_391_296,
     "qwen3.5-27b": 26_895_998_464,
-}
+}  # fmt: skip
 
 
 def test_published_sizes_have_published_parameter_counts():
