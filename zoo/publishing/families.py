@@ -163,7 +163,7 @@ def reconfigured(model: PyTree, overrides: Mapping[str, Any] | None) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(_fresh(model, config)), leaves)
 
 
-_AROUND = {"num_members": int, "num_classes": int, "pooling": Pooling | Literal["none"]}
+_AROUND = {"num_members": int, "num_classes": int, "pooling": Literal[Pooling, "none"]}
 
 
 def _around(model: PyTree) -> dict[str, Any]:
