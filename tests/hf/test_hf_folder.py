@@ -602,7 +602,7 @@ def test_exports_choose_the_matching_family(options: dict, kind: str, tmp_path: 
     again = zoo.load(tmp_path / "model")
     for path, x in arrays(model).items():
         np.testing.assert_array_equal(x, arrays(again)[path], err_msg=path)
-    assert again.config == hf.canonical.canonical(model.config)
+    assert again.config == hf.family.canonical(model.config)
     zoo.save(tmp_path / "model", again, format="hf")  # it may be replaced
     (tmp_path / "model" / "model.safetensors").write_bytes(b"damage")
     assert "model.safetensors has 6 bytes" in refusal(tmp_path / "model")

@@ -17,47 +17,6 @@ from benchmarks.harness import Timing
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10, 11]]
 
 
-class Transformers:
-    """`AutoModelForCausalLM` and its `generate`, in fp32."""
-
-    def __init__(self, folder: Path):
-        import torch
-        import transformers
-
-        self.torch = torch
-        transformers.logging.set_verbosity_error()
-        opened = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.model, settings = opened.eval(), opened.generation_config
-        ends = settings.eos_token_id
-        self.ends = [ends] if isinstance(ends, int) else ends or []
-        settings.eos_token_id, settings.pad_token_id = None, 0
-
-    def logits(self, prompts: list[list[int]]) -> list[np.ndarray]:
-        """The logits behind each token, fp32[seq, vocab], per prompt."""
-        with self.torch.inference_mode():
-            return [self.model(self.torch.tensor([ids])).logits[0].numpy() for ids in prompts]
-
-    def generate(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-        """The greedy tokens after each prompt, with its end."""
-        length = max(map(len, prompts))
-        tokens = self.torch.tensor([[0] * (length - len(ids)) + ids for ids in prompts])
-        mask = self.torch.tensor([[0] * (length - len(ids)) + [1] * len(ids) for ids in prompts])
-        with self.torch.inference_mode():
-            found = self.model.generate(
-                tokens,
-                attention_mask=mask,
-                do_sample=False,
-                max_new_tokens=num_tokens,
-                eos_token_id=self.ends or None,
-            )
-        return [_cut(row, self.ends) for row in found[:, length:].tolist()]
-
-
-def _cut(ids: list[int], ends: list[int]) -> list[int]:
-    places = [place for place, token in enumerate(ids) if token in ends]
-    return ids[: places[0] + 1] if places else ids
-
-
 class CTranslate2:
     """A folder converted by `ct2-transformers-converter`, in fp32, with all cores."""
 
@@ -92,17 +51,12 @@ class CTranslate2:
         return [result.sequences_ids[0] for result in found]
 
 
-ENGINES = {"transformers": Transformers, "ctranslate2": CTranslate2}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
-@pytest.mark.parametrize("engine", ["transformers", "ctranslate2"])
-def test_exports_are_served_with_equal_logits_tokens_and_stops(
-    family: str, engine: str, tmp_path: Path
-):
-    pytest.importorskip("transformers", reason="the engine, or what converts for it")
-    pytest.importorskip(engine, reason="an engine to serve exported models")
+def test_exports_are_served_with_equal_logits_tokens_and_stops(family: str, tmp_path: Path):
+    """Those of transformers are compared by `test_transformers_opens_saved_models`."""
+    pytest.importorskip("transformers", reason="what converts for the engine")
+    pytest.importorskip("ctranslate2", reason="an engine to serve exported models")
     options: dict = {
         "llama": {},
         "qwen3": {"attention.qk_norm": "per_head", "attention.head_dim": 8},
@@ -124,7 +78,7 @@ def test_exports_are_served_with_equal_logits_tokens_and_stops(
     ends = (said[0][len(PROMPTS[0]) + 4], said[1][len(PROMPTS[1]) + 9])
     model = drawn_transformer(**options, eos_ids=ends)
     zoo.save(tmp_path, model, format="hf", tokenizer=tokenizer)
-    served = ENGINES[engine](tmp_path)
+    served = CTranslate2(tmp_path)
     zoo_logits = [np.asarray(model(jnp.asarray([ids], jnp.int32)))[0] for ids in PROMPTS]
     for ours, theirs in zip(zoo_logits, served.logits(PROMPTS), strict=True):
         np.testing.assert_allclose(theirs, ours, atol=1e-4)

@@ -7,8 +7,7 @@ from functools import partial
 from typing import Any
 
 from zoo import transformer
-from zoo.hf.canonical import canonical
-from zoo.hf.family import Family
+from zoo.hf.family import Family, canonical
 from zoo.hf.gpts import GELUS
 from zoo.hf.layouts import table
 from zoo.hf.rotary import Rotary

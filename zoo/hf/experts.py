@@ -5,8 +5,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from zoo.hf.canonical import LOAD_BIAS_RATE
 from zoo.hf.delta_nets import SHARED_EXPERT, SharedExperts
+from zoo.hf.family import LOAD_BIAS_RATE
 from zoo.hf.llamas import (
     DENSE,
     INTERLEAVED,

@@ -11,8 +11,7 @@ import numpy as np
 
 from zoo import transformer
 from zoo.common import configuration
-from zoo.hf.canonical import canonical
-from zoo.hf.family import Family
+from zoo.hf.family import Family, canonical
 from zoo.hf.layouts import consecutive, table
 from zoo.hf.rules import Choice, Fields, Rule, same, shortest
 
