@@ -83,7 +83,7 @@ CEILINGS = {
     "alignment": 2281,
     "planning": 3035,
     "evaluation": 1012,
-    "export": 1096,
+    "export": 1086,
     "__main__": 136,
     "__init__": 143,
 }

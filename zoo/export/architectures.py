@@ -1,5 +1,6 @@
 """The architectures of llama.cpp by the types of models, and a model's numbers for them."""
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -157,19 +158,13 @@ def _surplus(target: Target, config: Config) -> dict[str, Any]:
         found |= {name: only in (None, biases[name] or config.bias) for name, only in no_bias}
     if target.name not in ("glm4moe", "deepseek2"):
         found["experts.first_dense"] = experts.first_dense == 0
-    values = {name: _value(config, name) for name, right in found.items() if not right}
-    return values
+    wrong = (name for name, right in found.items() if not right)
+    return {name: operator.attrgetter(name)(config) for name in wrong}
 
 
 def _of_length(scaling: RopeScaling) -> float:
     """YaRN's factor of the attention for a length."""
     return 0.1 * float(np.log(scaling.factor)) + 1
-
-
-def _value(config: Any, name: str) -> Any:
-    for part in name.split("."):
-        config = getattr(config, part)
-    return config
 
 
 def context_length(target: Target, config: Config) -> int:
@@ -200,8 +195,8 @@ def notes(target: Target, config: Config) -> list[str]:
     return found
 
 
-def numbers(target: Target, config: Config, shared: int | None) -> dict[str, Any]:
-    """The metadata of a model, by keys without the architecture; `shared` is of shared experts."""
+def numbers(target: Target, config: Config) -> dict[str, Any]:
+    """The metadata of a model, by keys without the architecture."""
     attention, experts, residual = config.attention, config.experts, config.residual
     norm = "layer_norm" if residual.norm.startswith("layer") else "layer_norm_rms"
     found: dict[str, Any] = {
@@ -246,7 +241,7 @@ def numbers(target: Target, config: Config, shared: int | None) -> dict[str, Any
             "expert_count": experts.num_experts,
             "expert_used_count": experts.per_token,
             "expert_feed_forward_length": config.hidden_size,
-            "expert_shared_feed_forward_length": shared,
+            "expert_shared_feed_forward_length": experts.num_shared * config.hidden_size or None,
             "expert_shared_count": experts.num_shared or None,
             "expert_gating_func": 2 if experts.router == "sigmoid" else 1,
             "expert_weights_norm": experts.normalize,

@@ -2,8 +2,9 @@
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
@@ -209,9 +210,12 @@ def write(
     if not isinstance(model, Transformer):
         raise PublishError(f"a model of the type {family.model_type!r} can't go out as GGUF")
     source = Source(model, target_of(family.model_type, model.config), gguf)
-    tensors, waves = source.tensors(), wave_factors(model.config)
-    shared = source.arrays.get("blocks.shared_mlp.w_gate")
-    shared_size = None if shared is None else shared.shape[-1]
+    tensors: dict[str, tuple[tuple[int, ...], Type, Callable[[], np.ndarray]]] = {}
+    for key, parts in source.tensors().items():
+        shape = source.shape(parts)
+        tensors[key] = shape, _kind(key, shape, type), partial(source.read, parts)
+    for key, factors in wave_factors(model.config).items():
+        tensors[key] = factors.shape, "f32", partial(np.asarray, factors)
     arch = source.target.name
     values: dict[str, Any] = {
         "general.name": name,
@@ -219,9 +223,7 @@ def write(
             gguf.LlamaFileType[f"{'ALL' if type == 'f32' else 'MOSTLY'}_{type.upper()}"]
         ),
     }
-    values |= {
-        f"{arch}.{x}": y for x, y in numbers(source.target, model.config, shared_size).items()
-    }
+    values |= {f"{arch}.{x}": y for x, y in numbers(source.target, model.config).items()}
     described, other = gguf_tokens.describe(tokenizer, model.config, gguf.TokenType)
     if type in ("q8_0", "q4_0"):
         values["general.quantization_version"] = gguf.GGML_QUANT_VERSION
@@ -229,22 +231,15 @@ def write(
     writer = gguf.GGUFWriter(None, arch)
     for key, value in {**values, **described}.items():
         add_value(writer, key, value)
-    kinds = {}
-    for key, parts in tensors.items():
-        shape = source.shape(parts)
-        kinds[key] = _kind(key, shape, type)
-        _announce(writer, gguf, key, shape, kinds[key])
-    for key, factors in waves.items():
-        _announce(writer, gguf, key, factors.shape, "f32")
+    for key, (shape, kind, _) in tensors.items():
+        _announce(writer, gguf, key, shape, kind)
     try:
         writer.write_header_to_file(unfinished)
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for key, parts in tensors.items():
-            kind = gguf.GGMLQuantizationType[kinds[key].upper()]
-            writer.write_tensor_data(gguf.quantize(source.read(parts), kind))
-        for factors in waves.values():
-            writer.write_tensor_data(factors)
+        for _, kind, read in tensors.values():
+            values_of = gguf.GGMLQuantizationType[kind.upper()]
+            writer.write_tensor_data(gguf.quantize(read(), values_of))
         writer.close()
         os.replace(unfinished, path)
     finally:
