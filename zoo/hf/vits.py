@@ -61,7 +61,7 @@ def _square(name: str, default: int) -> Rule:
     return Computed(name, default, one, operator.attrgetter(name))
 
 
-def _mlp_ratio(config: VisionConfig) -> float:
+def _mlp_ratio(config: VisionConfig) -> int | float:
     ratio = config.parts.hidden_size / config.d_model
     return int(ratio) if ratio.is_integer() else ratio
 
