@@ -10,14 +10,15 @@ take four to six minutes on two cores of an AMD EPYC.
         --data.format chats --run-dir runs/chat
 
 begins with a model of the Hugging Face Hub, or a folder of its format, and ends in a folder that
-`transformers` opens; `adapters/` beside it has the trained adapters alone.
+`transformers` opens; `adapters/` beside it has the trained adapters alone. Encoders take labelled
+rows and tags, by `--label`, and vision transformers a folder of pictures per class.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
 import zoo
-from zoo import finetuning, optimizers, preferences
+from zoo import finetuning, images, optimizers, preferences
 from zoo.runs.command_line import cli
 
 
@@ -37,6 +38,20 @@ def main(config: Config) -> None:
     """Train, evaluate, save, and show before and after."""
     with zoo.Run(config) as run:
         base = finetuning.Base(run)
+        if base.reads_pictures:
+            of_model = base.skeleton.config
+            pictures = images.read_folder(
+                config.data.files,
+                config.data.batch_size,
+                model=base.folder,
+                size=of_model.image_size,
+                channels=of_model.channels,
+                held_out=config.data.held_out,
+                augment=config.data.augment,
+                seed=config.seed,
+            )
+            finetuning.train_classifier(run, base, pictures, pictures.processor)
+            return
         closed = not base.skeleton.is_causal
         data = finetuning.read_text(run, base.tokenizer, label=config.label, closed=closed)
         train = finetuning.train_classifier if config.label else preferences.train

@@ -1,6 +1,7 @@
 """What several tests share: the families at their smallest, and comparisons of trees."""
 
 import dataclasses
+import importlib.util
 import itertools
 import json
 import weakref
@@ -17,7 +18,6 @@ import pytest
 from jax.extend import core
 from tokenizers import processors
 
-import zoo
 from zoo import losses, mlp, rnn, transformer
 from zoo.common import configuration
 from zoo.data.tokenizer import BPETokenizer
@@ -391,32 +391,13 @@ def write_tokenizer(folder, *, begins=True, config=(), template=None, **beside):
     return ids
 
 
-LETTERS = "<cls> <pad> <eos> <unk> L A G V S E R T I D P K Q N F Y M H W C X B U Z O . - <null_1>"
-
-
-def write_esm(folder: Path) -> transformer.Config:
-    """A folder like one of ESM-2's, of random weights and small; returns its configuration."""
-    config = transformer.Config(
-        vocab_size=33,
-        d_model=32,
-        num_layers=2,
-        num_heads=4,
-        d_ff=64,
-        mlp="gelu_erf",
-        mlp_bias=True,
-        max_seq_len=1026,
-        causal=False,
-        tie_embeddings=True,
-        head_bias=True,
-        residual=transformer.ResidualConfig(norm="layer", norm_bias=True),
-        attention=transformer.AttentionConfig(qkv_bias=True, out_bias=True),
-        encoder=transformer.EncoderConfig(mask_id=32, head="transformed"),
-    )
-    model = transformer.Transformer(config, key=jax.random.key(0))
-    zoo.save(folder, model, format="hf")
-    (folder / "vocab.txt").write_text("\n".join([*LETTERS.split(), "<mask>"]))
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "EsmTokenizer"}')
-    return config
+def write_esm(folder: Path) -> None:
+    """A folder like one of ESM-2's, of random weights and small: the example project's."""
+    path = Path(__file__).parents[1] / "docs" / "examples" / "proteins" / "proteins.py"
+    spec: Any = importlib.util.spec_from_file_location("proteins", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.write_base(folder)
 
 
 def write_package(folder, module, program, entries):

@@ -9,20 +9,21 @@ from pathlib import Path
 
 import pytest
 
+PROTEINS = Path(__file__).parents[1] / "docs" / "examples" / "proteins"
 EXAMPLE = Path(__file__).parents[1] / "docs" / "examples" / "digits_and_dates"
 SMALL = {"digits": ("--width=8",), "dates": ("--size=16", "--num-layers=1")}
 README = (EXAMPLE / "README.md").read_text()
 CLAIMS = re.findall(r"^python -m claims (\w+) (\w+)(?: --precision (\w+))?$", README, re.M)
 
 
-def run(folder: Path, *command: str) -> subprocess.CompletedProcess:
-    """A command of the project, which finds the zoo and no other folder of this checkout."""
+def run(folder: Path, *command: str, project: Path = EXAMPLE) -> subprocess.CompletedProcess:
+    """A command of a project, which finds the zoo and no other folder of this checkout."""
     (folder / "packages").mkdir(exist_ok=True)
     if not (folder / "packages" / "zoo").exists():
         (folder / "packages" / "zoo").symlink_to(EXAMPLE.parents[2] / "zoo")
     return subprocess.run(
         [sys.executable, *command],
-        cwd=EXAMPLE,
+        cwd=project,
         env={**os.environ, "PYTHONPATH": str(folder / "packages"), "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
@@ -56,3 +57,21 @@ def test_claim_holds(claim: tuple[str, str, str], tmp_path: Path):
         "average": r"the published average, loaded: {'eval_",
     }
     assert re.match(shown[name], done.stdout), done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("claim", "shown"),
+    [
+        ("resume", r"killed after step \d+ of 16 on data=2,fsdp=4 and resumed: the same bits"),
+        ("peft", r"PEFT's vectors are the zoo's to \de-0[5-7], and \d\.\d\d from those"),
+    ],
+)
+def test_adapters_on_an_encoder_of_proteins(claim: str, shown: str, tmp_path: Path):
+    if claim == "peft":
+        pytest.importorskip("peft")
+    assert f"python -m claims {claim}\n" in (PROTEINS / "README.md").read_text()
+    flags = ("--folder", str(tmp_path), "--steps=16")
+    done = run(tmp_path, "-m", "claims", claim, *flags, project=PROTEINS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(shown, done.stdout), done.stdout

@@ -13,7 +13,7 @@ PACKAGES = {name.removesuffix("/__init__") for name in MODULES if name.endswith(
 
 # The rooms from the ground up; a module imports from its own room and from those before it.
 ROOMS = ["common", "sharding", "nn", "transformer", "rnn", "mlp", "wrappers"]
-ROOMS += ["images", "quantization", "data", "training", "decoding", "publishing", "hf"]
+ROOMS += ["quantization", "data", "images", "training", "decoding", "publishing", "hf"]
 ROOMS += ["runs", "tasks", "alignment", "planning", "evaluation", "export"]
 ROOMS += ["__main__", "__init__"]
 FAMILIES = {"transformer", "rnn", "mlp"}
@@ -67,11 +67,11 @@ CEILINGS = {
     "common": 1372,
     "sharding": 1434,
     "nn": 4731,
-    "transformer": 2701,
+    "transformer": 2715,
     "rnn": 899,
     "mlp": 211,
     "wrappers": 765,
-    "images": 408,
+    "images": 519,
     "quantization": 682,
     "data": 7028,
     "training": 2730,
@@ -79,7 +79,7 @@ CEILINGS = {
     "publishing": 1817,
     "hf": 5973,
     "runs": 4983,
-    "tasks": 1680,
+    "tasks": 1735,
     "alignment": 2281,
     "planning": 3035,
     "evaluation": 1012,

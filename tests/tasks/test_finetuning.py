@@ -183,6 +183,10 @@ def test_an_encoder_learns_a_class_of_sequences_and_keeps_its_name(proteins, tun
     run_dir = tune(*proteins, f"--data={tmp_path / 'p.fasta'}", "--label=aromatic")
     assert read_metrics(run_dir / "metrics.jsonl")[-1]["eval_accuracy"] > 0.8
     model, tokenizer = zoo.load(run_dir), load_tokenizer(run_dir / "model")
+    ids, folders = jnp.asarray([[0, 5, 15, 2]], jnp.int32), (run_dir / "adapters", tmp_path / "esm")
+    adapted, base = (zoo.load(folder).without_head().hidden(ids) for folder in folders)
+    np.testing.assert_allclose(adapted, model.body.hidden(ids), atol=1e-4)
+    assert jnp.abs(adapted - base).max() > 0.1
     classes = json.loads((run_dir / "model" / "metrics.json").read_text())["classes"]
     assert classes == ["few", "many"]
     for sequence, kind in (("AKAGAKAGAKAG", "few"), ("FWYAFWYAFWYA", "many")):
@@ -200,6 +204,36 @@ def test_an_encoder_learns_the_tags_of_letters(proteins, tune, tmp_path, capsys)
     assert isinstance(model, zoo.TokenClassifier)
     ids = jnp.asarray([tokenizer.tokenizer.encode("AKELGM").ids], jnp.int32)
     assert model(ids).argmax(-1)[0, 1:-1].tolist() == [1, 0, 1, 1, 0, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_a_vision_transformer_learns_a_folder_of_pictures(method, tune, tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    sizes = {"image_size": 16, "patch_size": 8, "d_model": 32, "num_layers": 1, "num_heads": 2}
+    config = transformer.VisionConfig(**sizes, pooler=True)
+    base = transformer.VisionTransformer(config, key=jax.random.key(0))
+    zoo.save(tmp_path / "base", base, format="hf", tokenizer=zoo.images.Processor(size=(16, 16)))
+    rng = np.random.default_rng(0)
+    for i in range(60):
+        pixels = rng.integers(0, 80, (18, 20, 3)).astype(np.uint8)
+        pixels[:, :, i % 3] += 120
+        (tmp_path / "photos" / "bgr"[i % 3]).mkdir(parents=True, exist_ok=True)
+        image.fromarray(pixels).save(tmp_path / "photos" / "bgr"[i % 3] / f"{i}.png")
+    flags = (f"--model={tmp_path / 'base'}", f"--data={tmp_path / 'photos'}", f"--method={method}")
+    more = ("--data.held-out=0.2", "--optimizer.learning-rate=0.01", "--steps=30")
+    run_dir = tune(*flags, *more, "--data.tokenizer=", "--lora.rank=8")
+    assert read_metrics(run_dir / "metrics.jsonl")[-1]["eval_accuracy"] > 0.9
+    assert (run_dir / "confusion.png").exists()
+    model, processor = zoo.load(run_dir), zoo.images.Processor.of(run_dir / "model")
+    assert (model.config.num_classes, model.config.pooler) == (3, False)
+    classes = json.loads((run_dir / "model" / "metrics.json").read_text())["classes"]
+    blue = np.zeros((16, 16, 3), np.uint8)
+    blue[:, :, 2] = 160
+    inputs = processor({"image": blue, "label": 0})["inputs"]
+    assert classes[int(model(jnp.asarray(inputs)[None]).argmax())] == "r"  # the third colour
+    with pytest.raises(ValueError, match=r"reads pictures: give --data a folder .*, and no label="):
+        tune(*flags, *more, "--label=kind", "--lora.rank=8", run_dir=tmp_path / "other")
 
 
 def opened(recipe_flags):

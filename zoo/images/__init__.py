@@ -4,6 +4,8 @@ from zoo.images.augmentation import colour as colour
 from zoo.images.augmentation import crop as crop
 from zoo.images.augmentation import flip as flip
 from zoo.images.augmentation import mixed_up as mixed_up
+from zoo.images.classes import Labelled as Labelled
+from zoo.images.classes import read_folder as read_folder
 from zoo.images.pictures import Encoded as Encoded
 from zoo.images.pictures import Folder as Folder
 from zoo.images.pictures import decode as decode

@@ -4,6 +4,7 @@ A source keeps names alone, and what is read and decoded, in the threads that ma
 the step, are the pictures of a batch.
 """
 
+import copy
 import io
 import logging
 import os
@@ -137,6 +138,17 @@ class Folder(_Pictures):
         self._names = np.array([os.fsencode(name) for name in names])  # without an object each
         if skip_damaged:
             self._skip_damaged()
+
+    @property
+    def names(self) -> list[str]:
+        """The paths of the pictures in the folder."""
+        return [os.fsdecode(bytes(name)) for name in self._names]
+
+    def chosen(self, numbers: Any) -> "Folder":
+        """The pictures of these numbers alone."""
+        other = copy.copy(self)
+        other._keep([*map(int, numbers)])
+        return other
 
     def _content(self, i: int) -> tuple[bytes, str]:
         path = self.folder / os.fsdecode(bytes(self._names[i]))

@@ -62,6 +62,28 @@ class Processor:
             std=tuple(std or cls.std),
         )
 
+    def save(self, folder: Path) -> None:
+        """Write the file that `of` reads, and transformers does."""
+        sides = lambda x: {"height": x[0], "width": x[1]}  # noqa: E731
+        size = {"shortest_edge": self.size}
+        if not isinstance(self.size, int):
+            size = {} if self.size is None else sides(self.size)
+        values = {
+            "do_resize": self.size is not None,
+            "size": size,
+            "resample": self.resample,
+            "do_center_crop": self.crop is not None,
+            **({} if self.crop is None else {"crop_size": sides(self.crop)}),
+            "do_rescale": True,
+            "rescale_factor": self.scale,
+            "do_normalize": True,
+            "image_mean": self.mean,
+            "image_std": self.std,
+            "image_processor_type": "ViTImageProcessor",
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / FILE_NAME).write_text(json.dumps(values, indent=1) + "\n")
+
     def for_size(self, size: int) -> "Processor":
         """The same for square pictures of that size."""
         return dataclasses.replace(self, size=(size, size), crop=None)

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,6 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, PyTree
 
-from zoo.data import tabular, text
 from zoo.data.datasets import Dataset
 from zoo.data.tokenizer import Tokenizer
 from zoo.publishing.models import save as save_model
@@ -45,6 +44,27 @@ class Predictions(NamedTuple):
         return self.probabilities_MNC.mean(0)
 
 
+@runtime_checkable
+class Labelled(Protocol):
+    """Data with labels, such as a `tabular.Table` or a `text.Text`."""
+
+    @property
+    def train(self) -> Dataset:
+        """The rows to train on."""
+
+    @property
+    def held_out(self) -> Dataset:
+        """The rows to evaluate on."""
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the labels 0, 1, …"""
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of both parts."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Classification(Training):
     """The training of a classifier."""
@@ -57,7 +77,7 @@ class Classification(Training):
 def training(
     run: Run[Config],
     optimizer: optimizers.Config,
-    data: tabular.Table | text.Text,
+    data: Labelled,
     make_model: Callable[..., PyTree],
     *,
     num_members: int = 1,
@@ -97,8 +117,8 @@ def train(
     tokenizer: Tokenizer | None = None,
     *,
     save: Save | None = None,
-) -> None:
-    """`fit` a classifier, or an ensemble of more than one, and save it: by `save` if given."""
+) -> PyTree:
+    """`fit` a classifier, or an ensemble of several; save it, by `save` if given; return it."""
     save = save or functools.partial(_save, tokenizer)
     trained = loop.fit(run, training, save=save)
     # The last evaluation, of the average if there is one, was of all that is held out.
@@ -110,6 +130,7 @@ def train(
     more = {"steps": int(trained.state.step), "classes": list(training.classes)}
     save(run.folder / "model", trained.model, {**trained.model_metrics, **more})
     run.say(f"the model is in {run.address}/model")
+    return trained.model
 
 
 def _save(
@@ -152,11 +173,10 @@ class Judge:
 
     def _predict(self, model: PyTree, whole: bool) -> Predictions:
         found, labels = [], []
-        for k, results in self._evaluator.results(model, whole):
-            host = self._dataset.batch(k)
-            real = host["weights"] > 0
+        for _, results in self._evaluator.results(model, whole):
+            real = gathered(results["weights"]) > 0
             found.append(gathered(results["probabilities"])[:, real])
-            labels.append(host["labels"][real])
+            labels.append(gathered(results["labels"])[real].astype(np.int32))  # sums are float32
         return Predictions(np.concatenate(found, 1), np.concatenate(labels))
 
 
@@ -165,7 +185,8 @@ def _probabilities(model: PyTree, batch: dict[str, Array], key: None) -> Any:
     logits = losses.class_logits(model, batch, None)
     zero = jnp.zeros(())
     members = logits.reshape(-1, *batch["labels"].shape, logits.shape[-1])
-    return zero, zero, {"probabilities": jax.nn.softmax(members.astype(jnp.float32))}
+    kept = {name: batch[name] for name in ("labels", "weights")}
+    return zero, zero, {"probabilities": jax.nn.softmax(members.astype(jnp.float32)), **kept}
 
 
 # --- Judging ----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 Legend of suffixes: B batch, T tokens, P patches, E embed, N heads, H head size.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -335,6 +336,19 @@ class VisionTransformer(CastsAtUse):
         """The model without the parameters that `hidden` does not use."""
         of_head = lambda model: (model.attention_pooling, model.pooler, model.head)  # noqa: E731
         return eqx.tree_at(of_head, self, (None,) * 3, is_leaf=lambda x: x is None)
+
+    def with_head(self, num_classes: int, *, key: Key[Array, ""]) -> "VisionTransformer":
+        """The model with a new head for that many classes, and no pooler."""
+        head = Linear(self.width, num_classes, in_axis="embed", out_axis="classes", key=key)
+        changed = {
+            "config": dataclasses.replace(self.config, num_classes=num_classes, pooler=False),
+            "head": head,
+            "pooler": None,
+        }
+        other: VisionTransformer = object.__new__(type(self))
+        for name, value in {**vars(self), **changed}.items():
+            object.__setattr__(other, name, value)
+        return other
 
     def _table(self, grid: tuple[int, int]) -> Float[Array, "positions embed"] | None:
         """The vectors that are added, the class token's first: for a grid of patches."""

@@ -26,6 +26,7 @@ from zoo.sharding.axes import keystr
 from zoo.tasks import language
 from zoo.tasks.finetuning.config import Config
 from zoo.training.state import Pretrained, Trainable, frozen_leaves, standard_promotion
+from zoo.transformer.vision import VisionTransformer
 from zoo.wrappers import lora
 from zoo.wrappers.classifier import Classifier, TokenClassifier
 
@@ -54,22 +55,27 @@ class Base:
         self._stored_config: Any = getattr(merged, "config", None)
         self._overrides, self._run = config.overrides(self._stored_config), run
         self.skeleton: Any = reconfigured(merged, self._overrides)
-        is_sequence = isinstance(self.skeleton, SequenceModel)
+        self.reads_pictures = isinstance(self.skeleton, VisionTransformer)
+        is_sequence = isinstance(self.skeleton, SequenceModel) and not self.reads_pictures
         size = self.skeleton.config.vocab_size if is_sequence else None
-        if size is None:
+        if self.reads_pictures:
+            _check_pictures(config)
+        elif size is None:
             raise ValueError(
                 f"model={config.model!r} is a {type(self.skeleton).__name__} that reads no tokens: "
                 "begin with a transformer, or an RNN with a vocab_size"
             )
-        language.check_row_lengths(config.row_lengths, self.skeleton.config, config.model)
+        else:
+            language.check_row_lengths(config.row_lengths, self.skeleton.config, config.model)
         # Patterns that match nothing, and adapters that cannot be saved, before the data is read.
-        num_classes = 2 if config.label else 0  # or more
-        prepared = eqx.filter_eval_shape(
-            lambda model: prepare(config, model, jax.random.key(0), num_classes), self.skeleton
-        )
-        frozen_leaves(prepared, trainable(config))
-        if config.method == "lora" and not num_classes:  # whose adapters are not saved alone
-            formats.for_adapters().check(self.skeleton, lora.config_of(prepared))
+        num_classes = 2 if config.label or self.reads_pictures else 0  # or more
+        prepared = self.prepared(num_classes)
+        self.trainable = trainable(config, new_head=num_classes > 0)
+        frozen_leaves(prepared, self.trainable)
+        if config.method == "lora" and not self.reads_pictures:  # which are saved whole alone
+            formats.for_adapters().check(self.skeleton, lora.config_of(self.prepared()))
+        if size is None:
+            return
         given, folder = config.data.tokenizer, nearest(self.folder, FILE_NAME)
         require(
             bool(given) or has_tokenizer(folder),
@@ -98,6 +104,11 @@ class Base:
             model = _placed(self._run, lora.merge, model)
         check_finite(model, self.folder)
         return reconfigured(model, self._overrides)
+
+    def prepared(self, num_classes: int = 0) -> PyTree:
+        """The skeleton of the model as training begins with it."""
+        make = lambda model: prepare(self._run.config, model, jax.random.key(0), num_classes)  # noqa: E731
+        return eqx.filter_eval_shape(make, self.skeleton)
 
     def as_stored(self, model: PyTree) -> PyTree:
         """A model of this run with the fields of the base that the run had other values for."""
@@ -158,6 +169,8 @@ def prepare(config: Config, model: PyTree, key: Key[Array, ""], num_classes: int
     adapters_key, head_key = jax.random.split(key)
     if config.method == "lora":
         model = lora.adapt(model, models.with_paths(config.lora, model), key=adapters_key)
+    if num_classes and isinstance(model, VisionTransformer):
+        return model.with_head(num_classes, key=head_key)
     if num_classes and config.data.format == "tags":
         return TokenClassifier(model, num_classes, key=head_key)
     if num_classes:
@@ -165,10 +178,21 @@ def prepare(config: Config, model: PyTree, key: Key[Array, ""], num_classes: int
     return model
 
 
-def trainable(config: Config) -> Trainable | None:
+def _check_pictures(config: Config) -> None:
+    """Refuse what is of text alone."""
+    given = {"label": config.label, "data.format": config.data.format}
+    wrong = [f"{name}={x!r}" for name, x in given.items() if x not in (None, "text")]
+    require(
+        not wrong and config.data.files != "",
+        f"model={config.model!r} reads pictures: give --data a folder with one folder of pictures "
+        f"per class, whose name is their label{''.join(f', and no {x}' for x in wrong)}",
+    )
+
+
+def trainable(config: Config, *, new_head: bool) -> Trainable | None:
     """The part of it that is trained; a new head always is."""
     if config.method == "lora":
-        return _adapters_and_head
+        return _adapters_and_head if new_head else lora.trainable
     return frozen(config.freeze) if config.freeze else None
 
 
@@ -194,6 +218,4 @@ def frozen(patterns: Sequence[str]) -> Trainable:
 
 def _adapters_and_head(model: PyTree) -> PyTree:
     chosen = lora.trainable(model)
-    if not isinstance(model, Classifier):
-        return chosen
     return eqx.tree_at(lambda x: x.head, chosen, jax.tree.map(lambda _: True, model.head))

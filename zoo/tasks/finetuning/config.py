@@ -40,6 +40,8 @@ class Data(text.Source):
     """Field of its completion."""
     messages: str = "messages"
     """Field of a chat's messages, each with a role and a content."""
+    augment: bool = True
+    """Crop and mirror the pictures to train on by chance, as models of pictures read them."""
     tokenizer: str = ""
     """bytes, or a path to tokenizer.json, where the model's folder has none."""
     chat_template: Annotated[str, tyro.conf.arg(aliases=("--chat-template",))] = ""

@@ -7,6 +7,7 @@ from math import nan
 from pathlib import Path
 from typing import Any, TypeVar
 
+import equinox as eqx
 import numpy as np
 from jaxtyping import PyTree
 
@@ -23,11 +24,12 @@ from zoo.runs.callbacks.evaluations import Samples, Save
 from zoo.runs.metrics import read_metrics
 from zoo.runs.run import Run
 from zoo.tasks import classification, language
-from zoo.tasks.finetuning.base import Base, merge, prepare, trainable
+from zoo.tasks.finetuning.base import Base, merge, prepare
 from zoo.tasks.finetuning.config import Config, Data
 from zoo.training import optimizers
 from zoo.training.description import Training
 from zoo.wrappers import lora
+from zoo.wrappers.classifier import Classifier
 
 # From a run, an optimizer, text, and how the model is made of its base, to the training of it.
 Describe = Callable[[Run[Config], optimizers.Config, text.Text, Callable[..., PyTree]], Training]
@@ -161,18 +163,26 @@ def _sample_prompt(data: text.Text) -> list[int]:
     return first if first and corpus.framed else [*begin, *first]
 
 
-def train_classifier(run: Run[Config], base: Base, data: text.Text) -> None:
-    """Fine-tune a model under a head for the classes of labelled rows; judge and save it."""
+def train_classifier(
+    run: Run[Config], base: Base, data: classification.Labelled, processor: Any = None
+) -> None:
+    """Fine-tune a model under a head for the classes of labelled rows; judge and save it.
+
+    The base's tokenizer is saved with it, or the `processor` that makes its inputs.
+    """
     config = run.config
     make_model = lambda key, model: prepare(config, model, key, len(data.classes))  # noqa: E731
     training = classification.training(run, config.optimizer, data, make_model)
 
     def save(folder: Path, model: PyTree, metrics: dict[str, Any]) -> None:
-        # No format but the zoo's has this head, and without it adapters are of no use.
+        # No format but the zoo's has this head.
         plain = base.as_stored(merge(run, model))
-        models.save(folder, plain, tokenizer=base.tokenizer, metrics=metrics)
+        models.save(folder, plain, tokenizer=processor or base.tokenizer, metrics=metrics)
 
-    classification.train(run, from_base(training, config, base), save=save)
+    model = classification.train(run, from_base(training, config, base), save=save)
+    if isinstance(model, Classifier) and lora.has_adapters(model):
+        body = eqx.combine(model.body, base.prepared())  # with its own head, which is left out here
+        _save_adapters(run, base, body)
 
 
 def save(
@@ -184,13 +194,7 @@ def save(
 ) -> PyTree:
     """Save a model in its base's format, and its adapters alone if it has any; return it merged."""
     if lora.has_adapters(model):
-        models.save_adapters(
-            run.folder / "adapters",
-            with_more_ends(model, new_ends),
-            base=run.config.model,
-            tokenizer=base.tokenizer,
-        )
-        run.say(f"the adapters alone are in {run.address}/adapters")
+        _save_adapters(run, base, with_more_ends(model, new_ends))
     if run.config.quantize is not None:
         run.say(
             f"the merged model has the {run.config.base} base's matrices as they were trained "
@@ -200,6 +204,12 @@ def save(
     saver(run, base, new_ends)(run.folder / "model", merged, metrics)
     run.say(f"the model is in {run.address}/model")
     return merged
+
+
+def _save_adapters(run: Run[Config], base: Base, model: PyTree) -> None:
+    to = run.folder / "adapters"
+    models.save_adapters(to, model, base=run.config.model, tokenizer=base.tokenizer)
+    run.say(f"the adapters alone are in {run.address}/adapters")
 
 
 def saver(run: Run[Config], base: Base, new_ends: tuple[int, ...]) -> Save:
@@ -225,7 +235,7 @@ def from_base(training: AnyTraining, config: Config, base: Base) -> AnyTraining:
     return dataclasses.replace(
         training,
         pretrained=base.pretrained,
-        trainable=trainable(config),
+        trainable=base.trainable,
         remat=getattr(base.skeleton.config, "remat", None),
         remat_flag="--remat",
     )
