@@ -136,7 +136,7 @@ CEILINGS = {
     logit: 13,
     row: 18,
     checkpoint: 4,
-    load: 20,
+    load: 21,
     finetune: 31,
     adapters: 34,
     int4_product: 3,
