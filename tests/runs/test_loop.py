@@ -659,13 +659,13 @@ def test_signalled_runs_evaluate_after_resuming(tmp_path, monkeypatch):
 
 
 def test_second_interrupt_exits_immediately(tmp_path):
-    run = config(tmp_path, eval_every=5, checkpoint_every=3, log_every=1)
+    run = config(tmp_path, steps=9, eval_every=5, checkpoint_every=3, log_every=1)
     with pytest.raises(KeyboardInterrupt):
         fit(run, evaluate=signals(signal.SIGINT, signal.SIGINT))
     assert checkpoints(run) == [3]
     fit(run)  # which takes steps 4 and 5 again
     records = read_metrics(run.run_dir / "metrics.jsonl")
-    assert [r["step"] for r in records if "loss" in r] == list(range(1, 31))
+    assert [r["step"] for r in records if "loss" in r] == list(range(1, 10))
 
 
 # --- Compiles ---------------------------------------------------------------------------------
@@ -743,12 +743,11 @@ def test_runs_killed_before_their_first_checkpoint_keep_the_first_evaluation(tmp
             zoo.fit(run, training(make_model=make_model, pretrained=begin_with, evaluate=evaluate))
 
     train(tmp_path / "whole")
-    for moment in ("step", "save"):
-        with monkeypatch.context() as context:
-            context.setattr(zoo.runs.recorder.Recorder, moment, lambda *_: kill())
-            with pytest.raises(Killed):
-                train(tmp_path)
-        assert list(lines(config(tmp_path), "eval_loss")) == [0]
+    with monkeypatch.context() as context:
+        context.setattr(zoo.runs.recorder.Recorder, "save", lambda *_: kill())
+        with pytest.raises(Killed):
+            train(tmp_path)
+    assert list(lines(config(tmp_path), "eval_loss")) == [0]
     train(tmp_path)
     assert without_speed(config(tmp_path)) == without_speed(config(tmp_path / "whole"))
     assert list(lines(config(tmp_path), "eval_loss")) == [0, 4]

@@ -154,8 +154,9 @@ class Recorder:
     def save(self, step: int, state: TrainState, meta: dict[str, Any], snapshot: Snapshot) -> None:
         """Save a checkpoint, once all steps are checked, with the callbacks' state."""
         with self._paused():
-            meta = meta | snapshot.meta | {"data_position": step}
-            self._run.checkpointer.save(step, self._saved(state), meta, snapshot.arrays)
+            arrays, of_callbacks = snapshot
+            meta = meta | of_callbacks | {"data_position": step}
+            self._run.checkpointer.save(step, self._saved(state), meta, arrays)
         self._run.check_address(copies=True)
         self._loop.on_checkpoint(step, state)
 

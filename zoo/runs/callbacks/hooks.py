@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import dataclasses
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,12 +25,7 @@ from zoo.training.state import TrainState
 _HIGH_IS_GOOD = ("accuracy", "reward", "pass@")  # in the names of metrics
 
 
-@dataclasses.dataclass(frozen=True)
-class Snapshot:
-    """The state of all callbacks, as a checkpoint has it."""
-
-    arrays: dict[str, PyTree]
-    meta: dict[str, Any]
+Snapshot = tuple[dict[str, PyTree], dict[str, Any]]  # the arrays of callbacks, and their JSON
 
 
 class Hooks(Loop):
@@ -152,7 +146,7 @@ class Hooks(Loop):
     # --- State --------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """The state of now: later changes of the callbacks do not change it."""
+        """The state of now, for a checkpoint: later changes of the callbacks do not change it."""
         arrays, values = {}, {}
         for name, callback in self._named.items():
             if callback.arrays is not None:
@@ -168,7 +162,7 @@ class Hooks(Loop):
         meta: dict[str, Any] = {"callbacks": values} if values else {}
         if self.stopped:
             meta["stopped"] = {"callback": self.stopped_by, "reason": self.stopped}
-        return Snapshot({"callbacks": arrays} if arrays else {}, meta)
+        return ({"callbacks": arrays} if arrays else {}), meta
 
     def begin(self, state: TrainState, step: int, meta: dict[str, Any]) -> None:
         """Give each callback its initial state, or that which a restored checkpoint has of it.
