@@ -78,7 +78,7 @@ CEILINGS = {
     "decoding": 1372,
     "publishing": 1817,
     "hf": 5973,
-    "runs": 4983,
+    "runs": 4978,
     "tasks": 1735,
     "alignment": 2281,
     "planning": 3035,
