@@ -138,7 +138,7 @@ CEILINGS = {
     checkpoint: 4,
     load: 21,
     finetune: 31,
-    adapters: 34,
+    adapters: 37,
     int4_product: 3,
 }
 

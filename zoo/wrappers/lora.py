@@ -257,7 +257,9 @@ def adapt(model: Model, config: Config, *, key: Key[Array, ""]) -> Model:
             `whole` that is no embedding or head, or a target.
     """
     chosen, outline = targets(model, config), _outline(model)
-    ends = retrained_in(outline, config.tokens, config.whole)
+    ends = {}
+    if config.tokens or config.whole:
+        ends = retrained_in(outline, config.tokens, config.whole)
     if both := sorted({*chosen} & {*ends}):
         raise ValueError(f"targets and tokens or whole: {both[0]} is in both; leave it out of one")
 
