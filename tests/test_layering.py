@@ -66,11 +66,11 @@ def test_every_module_has_a_room():
 CEILINGS = {
     "common": 1372,
     "sharding": 1434,
-    "nn": 4740,
+    "nn": 4731,
     "transformer": 2715,
     "rnn": 899,
     "mlp": 211,
-    "wrappers": 767,
+    "wrappers": 768,
     "images": 519,
     "quantization": 682,
     "data": 7028,

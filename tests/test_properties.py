@@ -33,9 +33,10 @@ from zoo.common import checksums
 from zoo.common.addresses import AddressError, location
 from zoo.common.store import Store
 from zoo.data.corpus import Corpus
+from zoo.data.labelled import LabelledDataset
 from zoo.data.prepared.copies import Copies
 from zoo.data.prepared.format import Manifest
-from zoo.data.token_datasets import BucketedDataset, LabelledDataset, PackedDataset, TokenDataset
+from zoo.data.token_datasets import BucketedDataset, PackedDataset, TokenDataset
 from zoo.hf.weights import Weights
 from zoo.nn.recurrences.chunks import RecurrenceConfig
 from zoo.nn.recurrences.mixers import MIXERS

@@ -245,6 +245,7 @@ def test_intervals_are_those_of_a_bootstrap():
     assert half_interval(np.ones(9)) == 0
 
 
+@pytest.mark.slow
 def test_no_base_is_in_memory_twice(tmp_path, monkeypatch):
     """While answers are drawn there are an int4 base, adapters, and these in bf16 once more."""
     write_prompts(tmp_path / "prompts.jsonl")

@@ -361,6 +361,7 @@ UNNAMED = {
     ("decoding", ("batch", "kv_heads", None, "head_dim")): "the slots of a cache",
     ("decoding", ("batch", None, None, "head_dim")): "the slots of one that all heads share",
     ("wrappers", ("batch", None)): "the classes",
+    ("wrappers", ("batch", "inner_seq", None)): "the classes of each token",
     ("transformer", ("batch", None)): "the classes of images",
     ("transformer", ("batch", None, None, None)): "images, whose patches are split",
 }

@@ -90,14 +90,14 @@ class Classifier(CastsAtUse):
             weights_BT = (index == chosen[:, None]).astype(jnp.float32)
         total = jnp.maximum(weights_BT.sum(1), 1.0)
         pooled_BE = (x_BTE.astype(jnp.float32) * weights_BT[:, :, None]).sum(1) / total[:, None]
-        return self.logits(pooled_BE)
+        return constrain(self.logits(constrain(pooled_BE, "batch", "embed")), "batch", None)
 
     def logits(self, x: Float[Array, "batch *seq embed"]) -> Float[Array, "batch *seq classes"]:
         """The logits of the classes, float32, of a vector per row, or one per token."""
-        axes, head = ("batch", "inner_seq")[: x.ndim - 1], unshard(self.head)
-        x = constrain(x.astype(head.weight.dtype), *axes, "embed")
-        logits = add_bias(matmul(x, head.weight, dtype=jnp.float32), head.bias)
-        return constrain(logits, *axes, None)
+        head = unshard(self.head)
+        return add_bias(
+            matmul(x.astype(head.weight.dtype), head.weight, dtype=jnp.float32), head.bias
+        )
 
 
 class TokenClassifier(Classifier):
@@ -123,4 +123,5 @@ class TokenClassifier(Classifier):
         key: Key[Array, ""] | None = None,
     ) -> Float[Array, "batch seq classes"]:
         """The logits of the classes; `mask` is False at padding, and a `key` turns dropout on."""
-        return self.logits(self.body.hidden(tokens, mask=mask, key=key))
+        logits = self.logits(self.body.hidden(tokens, mask=mask, key=key))
+        return constrain(logits, "batch", "inner_seq", None)
