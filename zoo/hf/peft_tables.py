@@ -77,7 +77,7 @@ def _is_new(node: Any) -> bool:
 def chosen(
     model: PyTree, options: Options, by_path: Mapping[str, Linear], prefix: str, where: Path
 ) -> dict[str, tuple[int, ...] | None]:
-    """What options choose of a model.
+    """The matrices of a model that options choose.
 
     Raises:
         PublishError: a module that is no embedding or head, or of which the zoo has no such rows.

@@ -22,7 +22,7 @@ class Labelled:
     held_out: RowDataset
     classes: tuple[str, ...]
     processor: Processor
-    """What makes a model's inputs of pictures, and is saved beside the model."""
+    """The processor that makes a model's inputs of pictures, saved beside the model."""
 
     @property
     def fingerprint(self) -> str:

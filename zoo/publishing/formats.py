@@ -103,7 +103,7 @@ class Base:
 
 
 class Source(NamedTuple):
-    """What is saved with a model, of where it comes from."""
+    """The source of a model, some of which is saved with it."""
 
     dtypes: Mapping[str, Any]
     """The dtype to store each parameter in, by its path."""
