@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import random
+import re
 import signal
 import time
 
@@ -140,7 +141,10 @@ def test_rewards_are_learnt_from(folder, tmp_path, capsys):
     samples = [json.loads(x) for x in (tmp_path / "run" / "samples.jsonl").open()]
     assert [x["step"] for x in samples] == [*range(1, 41)]
     assert len(samples[0]["rewards"]) == 32
-    assert len(samples[0]["first"]) == 16
+    shown = [float(x) for x in re.findall(r" → (\S+)(?:\n|$)", samples[0]["text"])]
+    assert shown == [sum(parts.values()) for parts, _ in samples[0]["rewards"][:16]]
+    page = (tmp_path / "run" / "samples.html").read_text()
+    assert re.findall(r"step (\d+)<", page) == [str(step) for step in range(40, 0, -1)]
     output = capsys.readouterr().out
     assert "held out" in output
     assert "pass@8" in output
@@ -161,7 +165,7 @@ def test_failures_are_counted_and_said_once(folder, tmp_path, capsys, monkeypatc
     assert [line["reward"] for line in lines] == [-1.0, -1.0]
     samples = [json.loads(x) for x in (tmp_path / "run" / "samples.jsonl").open()]
     assert samples[0]["answers"] != samples[1]["answers"]
-    assert len({line["first"][0][0] for line in samples}) == 2  # other prompts
+    assert len({line["text"] for line in samples}) == 2  # other prompts
     assert len({*map(tuple, keys)}) == 3  # of two steps, and one of both evaluations
     output = capsys.readouterr().out
     assert output.count("rewards by tests.reward_cases:wants failed, the first one: KeyError") == 1

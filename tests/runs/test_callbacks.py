@@ -727,6 +727,7 @@ def test_samples_are_printed_and_kept(tmp_path, capsys):
     assert [line["step"] for line in whole] == [3, 6, 9, 12]
     assert len({line["text"] for line in whole}) == 4
     assert resumed == whole
+    assert (tmp_path / "run" / "samples.html").read_text().count("<h2>") == 4
     callbacks.Samples(str, every=1)
     with pytest.raises(ValueError, match="every=0: must be at least 1"):
         callbacks.Samples(str, every=0)

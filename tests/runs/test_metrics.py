@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from unittest import mock
 
@@ -144,16 +146,18 @@ def test_curves_show_each_named_evaluation(tmp_path: Path, figure_spy: mock.Mock
     with path.open("a") as file:
         for step, loss in ((10, 3.0), (20, 2.0)):
             values = {"average/eval_loss": loss, "web/eval_loss": loss + 1, "web/accuracy": 0.5}
+            values["code/loss"] = loss + 2  # of a mixture's source
             file.write(json.dumps({"step": step, **values}) + "\n")
     metrics.plot_curves(path, tmp_path / "curves.png")
     losses = axes_of(figure_spy)["loss"]
-    *_, held_out, average, web = losses.lines
+    *_, held_out, average, web, code = losses.lines
     assert list(held_out.get_xdata()) == [10, 20]
     assert list(average.get_ydata()) == [3.0, 2.0]
     assert list(web.get_ydata()) == [4.0, 3.0]
     labels = [text.get_text() for text in losses.get_legend().get_texts()]
-    assert labels[-2:] == ["average (last 2.000)", "web (last 3.000)"]
-    assert len({line.get_color() for line in (held_out, average, web)}) == 3
+    assert list(code.get_xdata()) == [10, 20]
+    assert labels[-3:] == ["average (last 2.000)", "web (last 3.000)", "training, code"]
+    assert len({line.get_color() for line in (held_out, average, web, code)}) == 4
 
 
 def test_no_plot_without_finite_values(tmp_path: Path):
@@ -169,3 +173,19 @@ def test_smoothing_removes_noise_not_trend():
     np.testing.assert_allclose(metrics._smooth(line)[50:-50], line[50:-50], rtol=1e-9)
     assert np.std(smooth - line) < 0.3
     assert len(metrics._smooth(line[:1])) == 1
+
+
+def test_samples_are_a_page_with_the_newest_first(tmp_path: Path):
+    """The texts stay what they are, and of many the page keeps a spread."""
+    log = metrics.MetricsLog(tmp_path / "samples.jsonl")
+    for step in range(1, 501):
+        log.write(step, text=f"<b>{step} & more\nof it")
+    log.close()
+    metrics.show_samples(tmp_path / "samples.jsonl", tmp_path / "samples.html")
+    page = (tmp_path / "samples.html").read_text()
+    steps = [int(x) for x in re.findall(r"<h2>step (\d+)</h2>", page)]
+    assert steps == list(range(500, 0, -3))
+    assert "<pre>&lt;b&gt;500 &amp; more\nof it</pre>" in page
+    ElementTree.fromstring(
+        page[page.index("<h1>") :].replace("<h1>", "<r><h1>").replace("</html>", "</r>")
+    )

@@ -197,8 +197,12 @@ class Answers:
         kept = self._kept.get(step, {})
         found = self.of(items, kept["rewards"] if kept.get("answers") == digest else None)
         if self._log is not None and kept.get("answers") != digest:
-            first = [[prompt, answer] for prompt, answer, _ in items[: self.config.group_size]]
-            self._log.write(step, answers=digest, rewards=[list(x) for x in found], first=first)
+            values = [reward.value(self.config.reward_on_error) for reward in found]
+            shown = zip(items[: self.config.group_size], values, strict=False)
+            text = "\n".join(
+                f"{prompt}{answer} → {value:g}" for (prompt, answer, _), value in shown
+            )
+            self._log.write(step, answers=digest, rewards=[list(x) for x in found], text=text)
         self._say_problem(step, found)
         return found
 

@@ -1,5 +1,6 @@
-"""The numbers of a run as files: metrics.jsonl, and the curves drawn from it."""
+"""The numbers and texts of a run as files: metrics.jsonl, its curves, samples as a page."""
 
+import html
 import json
 import math
 from pathlib import Path
@@ -105,14 +106,16 @@ def plot_curves(metrics_path: Path, png_path: Path) -> None:
 
     Draws whichever of `loss`, `next_token` (its part, where it has others), `eval_loss`,
     `learning_rate`, `grad_norm`, `tokens_per_second` and `examples_per_second` the file holds, the
-    `eval_loss` of further evaluations by their names (`average/eval_loss`), and no picture when it
-    holds none of them. Of a run on rewards, `reward` and `pass@1` are in the place of losses.
+    `eval_loss` of further evaluations (`average/eval_loss`) and the `loss` of a mixture's sources
+    (`code/loss`) by their names, and no picture when it holds none of them. Of a run on rewards,
+    `reward` and `pass@1` are in the place of losses.
     """
     from matplotlib.figure import Figure  # here: a run need not wait for it before its first step
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     records = read_metrics(metrics_path)
-    named = dict.fromkeys(n for r in records for n in r if n.endswith("/eval_loss"))
+    parts = ("/eval_loss", "/loss")  # of further evaluations; of the sources of a mixture
+    named = dict.fromkeys(n for r in records for n in r if n.endswith(parts))
     losses = ("loss", "next_token", "eval_loss", *named)
     speeds = ("tokens_per_second", "examples_per_second")
     panels = ("learning_rate", "grad_norm", *speeds)
@@ -165,5 +168,40 @@ def _draw_main(axes: Any, series: dict[str, tuple[np.ndarray, np.ndarray]]) -> N
         of = "held out, pass@1" if name == "reward" else each.rpartition("/")[0] or "held out"
         label = f"{of} (last {values[-1]:.3f})"
         axes.plot(steps, values, f"C{index}o-", linewidth=1.5, markersize=4, label=label)
+    sources = [x for x in series if x.endswith("/loss")]
+    for index, each in enumerate(sources, start=len(evaluations) + 1):
+        steps, values = series[each]
+        label = f"training, {each.removesuffix('/loss')}"
+        axes.plot(steps, _smooth(values), f"C{index}", linewidth=1.2, label=label)
     axes.set_ylabel(name)
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
+
+
+PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<meta name="color-scheme" content="light dark">
+<title>Samples</title>
+<style>body {{ font: 16px system-ui; max-width: 50rem; margin: 2rem auto; padding: 0 1rem }}
+pre {{ white-space: pre-wrap; overflow-wrap: anywhere; border-left: 3px solid #8a8f98;
+padding-left: 1rem }}</style>
+<h1>Samples, the newest first</h1>
+{}
+</html>
+"""
+MOST_SAMPLES = 200
+
+
+def show_samples(samples_path: Path, page_path: Path) -> None:
+    """Show the texts of a samples.jsonl as one HTML page, with the newest first.
+
+    Of more than 200 every second, third, … is shown, so that the page does not grow with the run.
+    """
+    records = read_metrics(samples_path)
+    records = records[:: -max(1, -(-len(records) // MOST_SAMPLES))]
+    parts = [
+        f"<h2>step {record['step']}</h2>\n<pre>{html.escape(str(record.get('text', '')))}</pre>"
+        for record in records
+    ]
+    files.replace(page_path, PAGE.format("\n".join(parts)))

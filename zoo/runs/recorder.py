@@ -10,7 +10,7 @@ import numpy as np
 
 from zoo.runs import monitor
 from zoo.runs.callbacks.hooks import Hooks, Snapshot
-from zoo.runs.metrics import MetricsLog, plot_curves
+from zoo.runs.metrics import MetricsLog, plot_curves, show_samples
 from zoo.runs.processes import RunError
 from zoo.training.chips import peak_flops
 from zoo.training.state import TrainState
@@ -168,9 +168,12 @@ class Recorder:
             yield
 
     def plot(self) -> None:
-        """Draw curves.png."""
+        """Draw curves.png, and samples.html where there are samples."""
         if jax.process_index() == 0:
-            plot_curves(self._run.folder / "metrics.jsonl", self._run.folder / "curves.png")
+            folder = self._run.folder
+            plot_curves(folder / "metrics.jsonl", folder / "curves.png")
+            if (folder / "samples.jsonl").exists():
+                show_samples(folder / "samples.jsonl", folder / "samples.html")
         self._run.copy()
 
     def _write(self, step: int, **values: Any) -> None:
