@@ -1,8 +1,9 @@
-"""Hooks of MkDocs: links from names to the reference, and to files outside of docs/."""
+"""Hooks of MkDocs: links to the reference and to files outside of docs/, and the heads of pages."""
 
 import ast
 import posixpath
 import re
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ NAME = re.compile(r"(?<!<pre>)<code>(\w+(?:\.\w+)*)(\(.*?\))?</code>(?!</a>)")
 MARK = re.compile(r"^( *```\w+) run=\"[^\"]*\"", re.MULTILINE)
 # Where a page has the glossary of CONTRIBUTING.md, without the names of modules.
 WORDS = "<!-- the words of CONTRIBUTING.md -->"
+# A flag or a name, which docs/assets/site.css keeps on one line.
+SHORT = re.compile(r"(?<!<pre>)<code>(?=[^<\s]{1,28}</code>)")
 OUTSIDE = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)#]+)(?:#[^)]*)?\)")
 
 
@@ -53,7 +56,28 @@ def on_page_content(html: str, **_: Any) -> str:
         target = PUBLIC.get(name, name)
         return f'<autoref identifier="{target}" optional><code>{name}{call}</code></autoref>'
 
-    return NAME.sub(replace, html)
+    return SHORT.sub('<code class="whole">', NAME.sub(replace, html))
+
+
+def on_post_template(output: str, **_: Any) -> str:
+    """Name the theme's search for screen readers."""
+    search = 'data-md-component="search" role="dialog"'
+    return output.replace(search, f'{search} aria-label="Search"')
+
+
+def on_post_page(output: str, *, page: Any, config: Any, **_: Any) -> str:
+    """Name the search, and the card that others show beside a link."""
+    root = config.site_url or posixpath.relpath(".", posixpath.dirname(page.url) or ".") + "/"
+    tags = {
+        "og:title": page.title if page.is_homepage else f"{page.title} – {config.site_name}",
+        "og:description": config.site_description,
+        "og:image": f"{root}assets/card.png",
+        "og:image:alt": "zoo: sharded reference models in Equinox and JAX",
+        "twitter:card": "summary_large_image",
+    }
+    lines = [f'<meta property="{k}" content="{escape(v)}">' for k, v in tags.items()]
+    output = on_post_template(output)
+    return output.replace("</head>", "\n".join(lines) + "</head>", 1)
 
 
 def _public() -> dict[str, str]:

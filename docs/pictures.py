@@ -1,7 +1,7 @@
 """The pictures of the pages, from the code and committed results: `python docs/pictures.py`.
 
-Names after it choose some of them. Each is written to `docs/assets/NAME.svg`; `card` is for sites
-that show one beside a link.
+Names after it choose some of them. Each is written to `docs/assets/NAME.svg`; `card`, which others
+show beside a link, is also drawn as `card.png`, by the system's Chromium.
 """
 
 import contextlib
@@ -9,10 +9,10 @@ import dataclasses
 import json
 import os
 import re
+import shutil
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
-from html import escape
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from drawing import TONES, Picture
 from jaxtyping import Array, Float
 
 import zoo
@@ -37,63 +38,6 @@ from zoo.training.compiled import IN_FLIGHT
 
 ROOT = Path(__file__).parents[1]
 ASSETS = ROOT / "docs" / "assets"
-WIDTH = 760
-TONES = {"a": "#3b82d6", "b": "#d9822b", "c": "#2f9e68", "d": "#a855b5", "e": "#8a8f98"}
-STYLE = (
-    "text{font:14px system-ui,'DejaVu Sans',sans-serif;fill:#24292f}"
-    ".mono{font-family:ui-monospace,'DejaVu Sans Mono',monospace;font-size:13px}"
-    ".small{font-size:12px}.strong{font-weight:bold}.quiet{fill:#57606a}"
-    ".paper{fill:#fff}.line{stroke:#6e7781;fill:none}"
-    + "".join(f".{k}{{fill:{c};fill-opacity:.35;stroke:{c}}}" for k, c in TONES.items())
-    + "".join(f".line.{k}{{fill:none;stroke-width:2}}.text.{k}{{fill-opacity:1}}" for k in TONES)
-    + ".none{fill:none;stroke:#8a8f98}"
-    "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.quiet{fill:#a8b1bb}.paper{fill:#1c2128}}"
-)
-
-
-class Picture:
-    """Shapes and texts, from the top left, in pixels; light or dark as the reader's system is."""
-
-    def __init__(self, height: int, title: str, width: int = WIDTH):
-        self.width, self.height, self.title = width, height, title
-        self.parts: list[str] = []
-
-    def box(
-        self, x: float, y: float, width: float, height: float, tone: str, text: str = ""
-    ) -> None:
-        """A rectangle, with a text in the midst of it."""
-        size = f'x="{x:g}" y="{y:g}" width="{max(width, 0.5):g}" height="{height:g}"'
-        self.parts.append(f'<rect {size} rx="2" class="{tone}"/>')
-        if text:
-            self.text(x + width / 2, y + height / 2 + 5, text, "small", "middle")
-
-    def text(
-        self, x: float, y: float, text: object, style: str = "", anchor: str = "start"
-    ) -> None:
-        """A line of text."""
-        place = f'x="{x:g}" y="{y:g}" text-anchor="{anchor}"'
-        self.parts.append(f'<text {place} class="{style}">{escape(str(text))}</text>')
-
-    def line(
-        self, points: Iterable[tuple[float, float]], style: str = "", arrow: bool = False
-    ) -> None:
-        """A line through points."""
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        end = ' marker-end="url(#end)"' if arrow else ""
-        self.parts.append(f'<polyline points="{path}" class="line {style}"{end}/>')
-
-    def svg(self) -> str:
-        """The file's content."""
-        head = (
-            f'viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{escape(self.title)}"'
-        )
-        arrow = (
-            '<defs><marker id="end" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
-            'markerHeight="7" orient="auto"><path d="M0,0 8,4 0,8z" fill="#777"/></marker></defs>'
-        )
-        paper = f'<rect width="{self.width}" height="{self.height}" rx="8" class="paper"/>'
-        body = "\n".join([f"<style>{STYLE}</style>", arrow, paper, *self.parts])
-        return f'<svg xmlns="http://www.w3.org/2000/svg" {head}>\n{body}\n</svg>\n'
 
 
 # --- Sharding ---------------------------------------------------------------------------------
@@ -557,6 +501,39 @@ def shelf() -> Picture:
     return picture
 
 
+def curves() -> Picture:
+    """Losses of the models on the shelf by step, from the metrics of their commands."""
+    paths = sorted((ROOT / "benchmarks" / "results" / "curves").glob("*.jsonl"))
+    wide, high, shown = 350, 150, Picture(0, "The losses of the models on the shelf, by step")
+    for place, path in enumerate(paths):
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        trained = [(r["step"], r["loss"]) for r in records if "loss" in r]
+        held_out = [(r["step"], r["eval_loss"]) for r in records if "eval_loss" in r]
+        published = json.loads((ROOT / "models" / path.stem / "metrics.json").read_text())
+        left, top = 20 + 375 * (place % 2), 56 + 236 * (place // 2)
+        steps, most = trained[-1][0], max(loss for _, loss in trained)
+        at = lambda step, loss, x=left, y=top, n=steps, m=most: (  # noqa: E731
+            x + wide * step / n,
+            y + high * (1 - loss / m),
+        )
+        shown.text(left, top - 12, path.stem, "strong")
+        shown.line([(left, top), (left, top + high), (left + wide, top + high)])
+        shown.line([at(*each) for each in trained], "a")
+        shown.line([at(*each) for each in held_out], "b")
+        for x, y in (at(*each) for each in held_out):
+            shown.box(x - 3, y - 3, 6, 6, "b")
+        shown.text(left + wide, top - 12, f"0 to {most:.1f}", "small quiet", "end")
+        shown.text(left + wide, top + high + 18, f"{steps:,} steps", "small quiet", "end")
+        of = f" (after {published['steps']:,})" if published["steps"] != steps else ""
+        ends = f"ends at {held_out[-1][1]:.2f}, published {published['eval_loss']:.2f}{of}"
+        shown.text(left, top + high + 18, ends, "small")
+    shown.height = 236 * -(-len(paths) // 2) + 50
+    for tone, name, x in (("a", "training", 20), ("b", "held out, in nats per token", 110)):
+        shown.box(x, shown.height - 28, 10, 10, tone)
+        shown.text(x + 16, shown.height - 19, name, "small quiet")
+    return shown
+
+
 # --- The project itself -----------------------------------------------------------------------
 
 ELEPHANT = (
@@ -611,10 +588,27 @@ PICTURES = {
         memory,
         bound,
         shelf,
+        curves,
         logo,
         card,
     )
 }
+
+
+def photograph(svg: Path, png: Path) -> None:
+    """Draw an SVG as a PNG of twice its size, with the system's Chromium.
+
+    Raises:
+        SystemExit: there is no Chromium.
+    """
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        sys.exit(f"{png.name} needs Chromium: apt install chromium")
+    size = re.search(r'viewBox="0 0 (\d+) (\d+)"', svg.read_text())
+    assert size
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--force-device-scale-factor=2"]
+    flags += [f"--window-size={size[1]},{size[2]}", f"--screenshot={png}", svg.as_uri()]
+    subprocess.run([browser, *flags], check=True, capture_output=True)
 
 
 def main(names: list[str], folder: Path = ASSETS) -> None:
@@ -626,6 +620,8 @@ def main(names: list[str], folder: Path = ASSETS) -> None:
         if name == "logo":  # on any ground
             svg = re.sub(r"<rect [^>]*class=\"paper\"/>\n", "", svg)
         (folder / f"{name}.svg").write_text(svg)
+        if name == "card" and folder == ASSETS:
+            photograph(folder / "card.svg", folder / "card.png")
 
 
 if __name__ == "__main__":
