@@ -3,10 +3,9 @@
 import json
 import os
 import random
-import subprocess
-import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 import xla
 
 import zoo
+from benchmarks.soak import process
 from zoo import transformer
 from zoo.data.tokenizer import ByteTokenizer
 from zoo.runs.metrics import read_metrics
@@ -142,40 +142,61 @@ class Recipe:
 
     def start(
         self, run_dir: Path, *more: str, devices: int = 1, record: Path | None = None, **env: str
-    ) -> subprocess.Popen:
-        """The process, with its output in one pipe; `record` takes a digest of each batch."""
+    ) -> "Program":
+        """The process; `record` takes a digest of each batch."""
         module = f"recipes.{self.name.split()[0]}"
         driver = ["-m", module] if record is None else [f"{TESTS}/record_batches.py", module]
-        process = subprocess.Popen(
-            [sys.executable, *driver, *([record] if record else []), *self.flags(run_dir, *more)],
-            env={
-                **os.environ,
-                "PYTHONPATH": str(TESTS.parent),
-                "JAX_PLATFORMS": "cpu",
-                "PYTHONFAULTHANDLER": "1",  # a crash of native code names its place
-                "XLA_FLAGS": xla.flags(devices),
-                **env,
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        _started.append(process)
-        return process
+        flags = ([str(record)] if record else []) + self.flags(run_dir, *more)
+        return Program([*driver, *flags], devices, **env)
 
     def run(self, run_dir: Path, *more: str, code: int = 0, **options) -> str:
         """The output of a run that ends with `code`."""
         return finish(self.start(run_dir, *more, **options), code)
 
 
-_started: list[subprocess.Popen] = []
-TIMEOUT = 300  # seconds that no run takes, however busy the machine
+_started: list["Program"] = []
+_logs = tempfile.TemporaryDirectory(prefix="zoo-logs-")
 
 
-def finish(process: subprocess.Popen, code: int = 0) -> str:
+class Program:
+    """A program of Python in a process of its own, by the methods of `subprocess.Popen`.
+
+    It is forked behind the imports, which take half of the time of a tiny run.
+    """
+
+    def __init__(self, arguments: Sequence[str], devices: int = 1, **env: str):
+        self._log = Path(_logs.name, f"{len(_started)}")
+        variables = {**os.environ, "XLA_FLAGS": xla.flags(devices), **env}
+        given = [str(argument) for argument in arguments]
+        program = process.run_program
+        self._process = process.start(self._log, program, given, variables=variables)
+        _started.append(self)
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self._process.pid, number)
+
+    def wait(self) -> int:
+        return process.finish(self._process)
+
+    def communicate(self) -> tuple[str, None]:
+        self.wait()
+        return self._log.read_text(), None
+
+
+def finish(program: Program, code: int = 0) -> str:
     """The output of a process, which has to end with `code`."""
-    output, _ = process.communicate(timeout=TIMEOUT)
-    assert process.returncode == code, output
+    output, _ = program.communicate()
+    assert program.returncode == code, output
     return output
 
 
@@ -189,14 +210,14 @@ def shared(tmp_path_factory) -> Iterator[Path]:
     write_prompts(folder / "prompts.jsonl")
     write_base(folder / "base")
     yield folder
-    for process in _started:  # what a test that failed has left
-        process.kill()
+    for program in _started:  # what a test that failed has left
+        program.kill()
 
 
-def wait_for(moment: Callable[[], bool], process: subprocess.Popen) -> None:
+def wait_for(moment: Callable[[], bool], program: Program) -> None:
     """Wait for a moment in a process, or for its end."""
-    deadline = time.monotonic() + TIMEOUT
-    while process.poll() is None and not moment():
+    deadline = time.monotonic() + process.TIMEOUT
+    while program.poll() is None and not moment():
         assert time.monotonic() < deadline
         time.sleep(0.001)
 

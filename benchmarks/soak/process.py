@@ -1,14 +1,21 @@
 """Processes that start in milliseconds: forked after all imports, before JAX has a backend."""
 
+import atexit
+import faulthandler
 import multiprocessing
 import os
-from collections.abc import Callable
+import runpy
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 TIMEOUT = 300  # seconds; more than anything here takes, even on a busy machine
-DEVICES = 4  # virtual devices per process, so that any mesh can follow any other
+FLAGS = (  # so that any mesh can follow any other; not optimized, programs compile in half the time
+    "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+)
 
 _context = multiprocessing.get_context("forkserver")
 # Including modules that a run imports late.
@@ -19,6 +26,9 @@ _context.set_forkserver_preload(
         "recipes.distill",
         "recipes.finetune",
         "recipes.lm",
+        "recipes.mlp",
+        "recipes.reinforce",
+        "recipes.rnn",
         "zoo.planning.planner",
         "zoo.decoding.sampling",
         "grain",
@@ -31,9 +41,19 @@ class HangError(Exception):
     """A process that does not end."""
 
 
-def start(log: Path, function: Callable[..., object], *arguments: Any) -> BaseProcess:
-    """A process that runs a function of a module, with its output in a file."""
-    process = _context.Process(target=_run, args=(log, function, arguments), daemon=True)
+def start(
+    log: Path,
+    function: Callable[..., object],
+    *arguments: Any,
+    variables: Mapping[str, str] | None = None,
+) -> BaseProcess:
+    """A process that runs a function of a module, with its output in a file.
+
+    `variables` are of its environment; by default those of this process, and XLA's `FLAGS`.
+    """
+    given = {**os.environ, "XLA_FLAGS": FLAGS} if variables is None else {**variables}
+    parts = (log, os.getcwd(), given, function, arguments)
+    process = _context.Process(target=_run, args=parts, daemon=True)
     process.start()
     return process
 
@@ -48,12 +68,32 @@ def finish(process: BaseProcess) -> int:
     return process.exitcode
 
 
-def _run(log: Path, function: Callable[..., object], arguments: tuple) -> None:
+def run_program(arguments: Sequence[str]) -> None:
+    """What `python` does with these arguments: of a module after -m, or of a file."""
+    sys.argv = [*arguments[1:]] if arguments[0] == "-m" else [*arguments]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # the module is imported already
+            if arguments[0] == "-m":
+                runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(sys.argv[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing leaves them out
+
+
+def _run(
+    log: Path,
+    folder: str,
+    variables: Mapping[str, str],
+    function: Callable[..., object],
+    arguments: tuple,
+) -> None:
     with open(log, "wb", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    # Read when JAX first looks for devices. Without optimization, compiling takes half the time.
-    os.environ["XLA_FLAGS"] = (
-        f"--xla_force_host_platform_device_count={DEVICES} --xla_backend_optimization_level=0"
-    )
+    faulthandler.enable()  # a crash of native code names its place
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(variables)  # before JAX looks for devices
     function(*arguments)

@@ -2,13 +2,11 @@
 
 import gzip
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from recipe_cases import Program, finish
 from stores import Store, gs, gs_port, s3, s3_port  # noqa: F401
 
 from zoo.common.addresses import location
@@ -21,11 +19,7 @@ SMALL = (
 
 
 def run(*arguments: str, home: Path) -> str:
-    variables = {**os.environ, "HOME": str(home), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", *arguments]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return finish(Program(["-m", *arguments], HOME=str(home)))
 
 
 def losses(run_dir: Path) -> list[float]:

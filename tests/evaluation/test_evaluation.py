@@ -2,10 +2,8 @@
 
 import contextlib
 import json
-import os
 import socket
 import sqlite3
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,11 +18,10 @@ import lm_eval.api.model
 import numpy as np
 import pytest
 import tokenizers
-import xla
 import yaml
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
-from recipe_cases import finish, wait_for
+from recipe_cases import Program, finish, wait_for
 
 import zoo
 from zoo import __main__ as main
@@ -504,19 +501,8 @@ def test_classifiers_choose_among_their_classes(tmp_path, caplog):
 # --- Processes of their own -------------------------------------------------------------------
 
 
-def start(*flags: str, devices: int = 1, **variables: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", "zoo", "eval", *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={
-            **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": xla.flags(devices=devices),
-            **variables,
-        },
-    )
+def start(*flags: str, devices: int = 1, **variables: str) -> Program:
+    return Program(["-m", "zoo", "eval", *flags], devices, **variables)
 
 
 def table(printed: str) -> list[str]:
@@ -542,7 +528,7 @@ def test_two_processes_get_the_results_of_one_and_resume(folder, many, tmp_path)
     out = tmp_path / "out"
     flags = [folder, *many, "--mesh=data=2,fsdp=2", "--distributed", f"--out={out}"]
 
-    def both() -> list[subprocess.Popen]:
+    def both() -> list[Program]:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"

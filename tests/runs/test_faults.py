@@ -4,12 +4,20 @@ import functools
 import json
 import random
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from recipe_cases import STEPS, Recipe, assert_same_result, finish, metrics, shared, wait_for
+from recipe_cases import (
+    STEPS,
+    Program,
+    Recipe,
+    assert_same_result,
+    finish,
+    metrics,
+    shared,
+    wait_for,
+)
 
 __all__ = ["shared"]
 
@@ -46,7 +54,7 @@ def saving(run_dir: Path) -> bool:
     return any((run_dir / "checkpoints").glob("*.tmp"))
 
 
-def kill_at_random(process: subprocess.Popen, run_dir: Path, choose: random.Random, where: str):
+def kill_at_random(process: Program, run_dir: Path, choose: random.Random, where: str):
     """Kill a run inside a save, between two steps or in its start; whether it was inside a save."""
     behind = steps_done(run_dir)  # what was done after the last save is undone first
     if where == "save":

@@ -2,17 +2,23 @@
 
 import functools
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers import drawn_transformer
-from recipe_cases import Recipe, assert_same_result, finish, losses, metrics, shared, wait_for
+from recipe_cases import (
+    Program,
+    Recipe,
+    assert_same_result,
+    finish,
+    losses,
+    metrics,
+    shared,
+    wait_for,
+)
 
 import zoo
 from zoo.data.prepared.prepare import prepare
@@ -29,7 +35,7 @@ FLAGS = (
 MESHES = ["data=2,fsdp=2", "fsdp=2,context=2"]
 
 
-def start_processes(recipe: Recipe, run_dir, *flags, count=2, devices=2) -> list[subprocess.Popen]:
+def start_processes(recipe: Recipe, run_dir, *flags, count=2, devices=2) -> list[Program]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -208,18 +214,9 @@ def test_two_processes_load_and_save_what_one_does(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
-    flags |= {"PYTHONPATH": str(Path(zoo.__file__).parents[1])}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", LOAD_AND_SAVE, address, str(i), str(tmp_path)],
-            env=os.environ | flags,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for i in range(2)
-    ]
+    (tmp_path / "program.py").write_text(LOAD_AND_SAVE)
+    arguments = [tmp_path / "program.py", address]
+    processes = [Program([*arguments, str(i), tmp_path], devices=2) for i in range(2)]
     for process in processes:
         assert "equal" in finish(process)
     for format in ("zoo", "hf"):

@@ -1,7 +1,6 @@
 """Run folders on servers of S3 and of GCS, with kills and faults between any two requests."""
 
 import json
-import os
 import random
 import re
 import shutil
@@ -15,8 +14,7 @@ from pathlib import Path
 import equinox as eqx
 import jax
 import pytest
-import xla
-from recipe_cases import STEPS, Recipe, assert_same_result, finish, losses, shared
+from recipe_cases import STEPS, Program, Recipe, assert_same_result, finish, losses, shared
 from stores import Store, gs, gs_port, s3, s3_port
 from test_multiprocess import start_processes
 
@@ -43,21 +41,11 @@ def store(request: pytest.FixtureRequest) -> Store:
     return request.getfixturevalue(request.param)
 
 
-def start(address: str, work: Path, shared: Path, *more: str, **env: str) -> subprocess.Popen:
+def start(address: str, work: Path, shared: Path, *more: str, **env: str) -> Program:
+    driver = shared / "short_lease.py"
+    driver.write_text(DRIVER)
     flags = Recipe("lm", shared).flags(address, f"--work-dir={work}", *more)
-    return subprocess.Popen(
-        [sys.executable, "-c", DRIVER, *flags],
-        env={
-            **os.environ,
-            "PYTHONPATH": str(Path(__file__).parents[2]),
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": xla.flags(1),
-            **env,
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return Program([driver, *flags], **env)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +84,7 @@ def test_kills_lose_nothing(store, shared, straight, tmp_path):
         work = tmp_path / f"{index // 2}"
         with store.proxied(kill):
             process = start(address, work, shared)
-            output, _ = process.communicate(timeout=300)
+            output, _ = process.communicate()
         assert process.returncode in (-signal.SIGKILL, 0), output
         killed += process.returncode != 0
     assert killed > 1
@@ -262,7 +250,7 @@ def test_several_processes_share_the_working_folder(store, shared, tmp_path):
         for i in range(2)
     ]
     for process in processes:
-        output = process.communicate(timeout=300)[0]
+        output = process.communicate()[0]
         assert process.returncode != 0
         assert f"process 1 does not see {tmp_path}" in output
         assert "--work-dir, a folder on a disk that all processes share" in output

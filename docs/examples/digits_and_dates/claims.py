@@ -130,7 +130,8 @@ CLAIMS = {"meshes": meshes, "resume": resume, "tracked": tracked, "average": ave
 
 def start(network: str, run_dir: Path, *flags: str) -> subprocess.Popen:
     """A training in a process of its own, on virtual devices of the CPU."""
-    devices = f"--xla_force_host_platform_device_count={DEVICES}"
+    flags_of_xla = os.environ.get("XLA_FLAGS", "")
+    devices = f"{flags_of_xla} --xla_force_host_platform_device_count={DEVICES}"
     return subprocess.Popen(
         [sys.executable, "-m", "train", network, f"--run-dir={run_dir}", *flags],
         cwd=HERE,

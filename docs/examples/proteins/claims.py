@@ -84,7 +84,8 @@ def peft(folder: Path, flags: list[str]) -> str:
 
 def start(folder: Path, name: str, *flags: str) -> subprocess.Popen:
     """A training in a process of its own, in a folder that has all its files."""
-    devices = f"--xla_force_host_platform_device_count={DEVICES}"
+    flags_of_xla = os.environ.get("XLA_FLAGS", "")
+    devices = f"{flags_of_xla} --xla_force_host_platform_device_count={DEVICES}"
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen(
         [sys.executable, "-m", "train", f"--run-dir=runs/{name}", *flags],
