@@ -126,7 +126,6 @@ def test_sinks_over_split_rows_are_those_of_whole_ones(mesh: str, window: Any, t
             [None, 2.0],
             [(2, 2), (4, 2), (6, 2)],
             ["ring"],
-            strength=3,
         ),
         *covering(
             MESHES,
@@ -136,7 +135,6 @@ def test_sinks_over_split_rows_are_those_of_whole_ones(mesh: str, window: Any, t
             [None, 2.0],
             [(8, 8), (16, 4)],
             ["exchange"],
-            strength=3,
         ),
         # Heads of several devices begin within a group.
         *covering(["data=2,context=4"], [True], [True], [None, 40], [2.0], [(12, 6)], ["exchange"]),
