@@ -22,9 +22,9 @@ from zoo.nn.remat import Policy
 from zoo.nn.stateful import cast
 from zoo.planning import collectives, command, flops, targets
 from zoo.planning.collectives import Collective
-from zoo.planning.command import SIZES, published
 from zoo.planning.job import Estimate, make_estimate
 from zoo.planning.roofline import Times, roofline
+from zoo.planning.sizes import SIZES, published
 from zoo.sharding.axes import is_parameter
 from zoo.training.flags import Flags
 from zoo.transformer.config import Config as Sizes
@@ -371,7 +371,7 @@ def _on_paper(model: str, slice_: str, count: int, rows: int, seq_len: int) -> d
     assert chip.interconnect is not None
     made = published(model)
     parameters = sum(x.size for x in jax.tree.leaves(made) if is_parameter(x))
-    per_token = flops.per_token(made, seq_len)
+    per_token = flops.per_unit(made, seq_len)
     assert per_token is not None
     tokens = rows * seq_len  # of a chip's step
     compute = per_token * tokens / chip.flops

@@ -24,8 +24,8 @@ from zoo.decoding.decoder import decoder_of
 from zoo.nn.precision import native_precision
 from zoo.nn.products import Kind
 from zoo.planning import hlo, targets
-from zoo.planning.command import SIZES, published
 from zoo.planning.costs import memory_traffic
+from zoo.planning.sizes import SIZES, published
 from zoo.publishing import models
 from zoo.publishing.shelf import find
 from zoo.sharding.axes import is_parameter

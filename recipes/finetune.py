@@ -48,6 +48,7 @@ def main(config: Config) -> None:
                 channels=of_model.channels,
                 held_out=config.data.held_out,
                 augment=config.data.augment,
+                skip_damaged=config.data.skip_damaged,
                 seed=config.seed,
             )
             finetuning.train_classifier(run, base, pictures, pictures.processor)

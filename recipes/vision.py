@@ -7,8 +7,8 @@ moved, blurred and noisy, and holds out two whole families of them: STIX and Com
 Typewriter. On one core of an AMD EPYC that it shared, 1,500 steps took six minutes, and the network
 read 70% of 1,440 held-out pictures of 36 characters, of which I and 1, O and 0 are hard to tell
 apart. `--network conv` trains a small network of `equinox.nn` layers by the same step, to 60% in 40
-seconds. The run folder gets a grid of held-out pictures with predictions, a confusion matrix and a
-calibration plot.
+seconds. The run folder gets a grid of held-out pictures with predictions, the attention of the
+class token over some of them, a confusion matrix and a calibration plot.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Float, Key
 
 import zoo
-from zoo import classification, optimizers, tabular, transformer
+from zoo import classification, images, optimizers, tabular, transformer
 from zoo.common.configuration import may_differ, require
 from zoo.runs.command_line import cli
 from zoo.runs.config import Config as RunConfig
@@ -40,6 +40,7 @@ TRAINED = (
 HELD_OUT = ("STIXGeneral", "cmtt10")
 SYMBOLS = ("Display",)  # files of a family that have no letters
 SIZE = 28
+SHOWN = 6  # pictures with the attention of the class token
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,15 @@ def draw_grid(path: Path, model: Any, data: tabular.Table, side: int) -> None:
     figure.savefig(path, format="png", dpi=100)
 
 
+def draw_attention(path: Path, model: Any, data: tabular.Table) -> None:
+    """Held-out pictures with what the class token reads of them."""
+    arrays = data.held_out.arrays
+    chosen = np.linspace(0, len(arrays["labels"]) - 1, SHOWN).astype(int)
+    inputs, labels = arrays["inputs"][chosen], arrays["labels"][chosen]
+    weights = np.asarray(eqx.filter_jit(images.class_attention)(model, inputs))
+    images.draw_attention(path, 0.5 - inputs / 2, weights, [data.classes[i] for i in labels])
+
+
 def main(config: Config) -> None:
     """Train, evaluate, draw and save."""
     with zoo.Run(config) as run:
@@ -199,6 +209,9 @@ def main(config: Config) -> None:
             model = zoo.load(folder, like=None if config.network == "vit" else like)
             draw_grid(run.folder / "predictions.png", model, data, config.grid)
             run.say(f"held-out pictures and what is read in them: {run.address}/predictions.png")
+            if config.network == "vit" and config.model.class_token:
+                draw_attention(run.folder / "attention.png", model, data)
+                run.say(f"where its class token looks: {run.address}/attention.png")
 
 
 if __name__ == "__main__":

@@ -143,12 +143,6 @@ def test_fingerprints_tell_rows_transforms_and_arguments():
     assert len({make(), *others}) == 8
 
 
-def test_what_has_no_row_i_is_refused():
-    for wrong in (iter([1]), (x for x in [1]), grain.MapDataset.range(4).to_iter_dataset()):
-        with pytest.raises(TypeError, match=f"{type(wrong).__name__} has no row i"):
-            zoo.batches(wrong, 2)
-
-
 @pytest.mark.parametrize(
     ("rows", "options", "said"),
     [

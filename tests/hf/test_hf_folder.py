@@ -162,6 +162,7 @@ def test_older_config_spellings_are_read(name: str, changes: dict, copy: Any):
         ("dinov2", {"use_swiglu_ffn": True}, "use_swiglu_ffn=True is not supported"),
         ("dinov3_vit", {"use_gated_mlp": True}, "use_gated_mlp=True is not supported"),
         ("siglip", {"attention_kind": "linear"}, "unknown fields.*attention_kind='linear'"),
+        ("siglip", {"model_type": "siglip2_vision_model"}, "is unknown.*images of several sizes"),
         ("roberta", {"pad_token_id": None}, "pad_token_id=None: the first position"),
         ("distilbert", {"activation": "silu"}, "activation='silu' is not supported"),
         ("esm", {"mask_token_id": None}, "token_dropout=True: needs a mask_token_id"),

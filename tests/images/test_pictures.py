@@ -1,6 +1,8 @@
 """Folders and columns of pictures: what is read, and what is named and refused."""
 
 import io
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +72,26 @@ def frames() -> bytes:
     return encoded(pixels(), "GIF", save_all=True, append_images=rest)
 
 
+def deep() -> bytes:
+    """A PNG of 16 bits per colour, which Pillow cannot write."""
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        checksum = zlib.crc32(name + content)
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", checksum)
+
+    header = struct.pack(">IIBBBBB", 2, 1, 16, 2, 0, 0, 0)
+    row = zlib.compress(b"\0" + bytes(12))
+    chunks = (b"IHDR", header), (b"IDAT", row), (b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*x) for x in chunks)
+
+
 BAD = {
     "cut.jpg": (encoded(np.tile(pixels(), (8, 8, 1)), "JPEG")[:-200], "is damaged, or no picture"),
-    "text.png": (b"no picture at all", "is damaged, or no picture"),
+    "text.png": (b"no picture at all", "is damaged, or no picture: its content has no"),
     "empty.png": (b"", "is damaged, or no picture"),
     "print.jpg": (encoded(PIL.Image.new("CMYK", (4, 4)), "JPEG"), "is of mode CMYK"),
     "deep.png": (encoded(pixels()[:, :, 0].astype(np.uint16)), "is of mode I;16"),
+    "deep_colours.png": (deep(), "is of mode RGB;16B"),
     "film.gif": (frames(), "has 2 frames: choose one"),
 }
 
@@ -98,7 +114,7 @@ def test_bad_pictures_are_skipped_and_counted(folder: Path, caplog: Any):
         (folder / "bee" / name).write_bytes(content)
     source = images.Folder(folder, skip_damaged=True)
     assert (len(source), source.num_skipped) == (9, len(BAD))
-    assert f"{len(BAD)} of 15 pictures are skipped, the first as" in caplog.text
+    assert f"{len(BAD)} of {9 + len(BAD)} pictures are skipped, the first as" in caplog.text
     assert [row["label"] for row in (source[i] for i in range(9))] == [0] * 3 + [1] * 3 + [2] * 3
 
 
@@ -130,6 +146,9 @@ def test_folders_that_are_no_classes_are_refused(tmp_path: Path):
         images.Folder(tmp_path)
     (tmp_path / "bee").mkdir()
     with pytest.raises(ValueError, match="bee has no picture"):
+        images.Folder(tmp_path)
+    (tmp_path / "stray.png").write_bytes(encoded(pixels()))
+    with pytest.raises(ValueError, match=r"1 pictures are in no class's folder, as stray\.png"):
         images.Folder(tmp_path)
 
 

@@ -32,6 +32,7 @@ from zoo.planning import (
     report,
     roofline,
     search,
+    sizes,
     targets,
 )
 from zoo.planning import job as planning_job
@@ -567,11 +568,11 @@ def test_a_token_uses_the_adapters_of_its_own_experts():
         make = lambda key: zoo.lora.adapt(
             transformer.Transformer(config, key=key), adapters, key=key
         )
-        return flops.per_token(eqx.filter_eval_shape(make, KEY), 16)
+        return flops.per_unit(eqx.filter_eval_shape(make, KEY), 16)
 
     one = 2 * (config.d_model + config.hidden_size)
     assert per_token("blocks.mlp.w_up") - per_token() == 6 * config.num_layers * 2 * one
-    assert flops.per_token(zoo.mlp.MLP(zoo.mlp.Config(in_size=4, out_size=2), key=KEY), 16) is None
+    assert flops.per_unit(zoo.mlp.MLP(zoo.mlp.Config(in_size=4, out_size=2), key=KEY), 16) is None
 
 
 def test_roofline_matches_hand_calculation():
@@ -696,7 +697,7 @@ def test_suggestions_stop_after_a_few(capsys, monkeypatch):
 
 
 def test_plans_that_do_not_fit_look_for_lighter_trainings(monkeypatch):
-    monkeypatch.setitem(command.SIZES, "small", small_config())
+    monkeypatch.setitem(sizes.SIZES, "small", small_config())
     target = targets.parse("cpu:8")
 
     def flags(**changes):
@@ -820,33 +821,65 @@ PARAMETERS = {
     "qwen3-1.7b": 1_720_574_976, "qwen3-4b": 4_022_468_096, "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200, "qwen3-32b": 32_762_123_264, "qwen3-30b-a3b": 30_532_122_624,
     "mixtral-8x7b": 46_702_792_704, "qwen3-next-80b-a3b": 79_674_391_296,
-    "qwen3.5-27b": 26_895_998_464,
+    "qwen3.5-27b": 26_895_998_464, "vit-s16": 22_050_664, "vit-b16": 86_567_656,
+    "vit-l16": 304_326_632,
 }  # fmt: skip
 
 
 def test_published_sizes_have_published_parameter_counts():
-    def count(config):
-        model = eqx.filter_eval_shape(
-            lambda key: transformer.Transformer(config, key=key), jax.random.key(0)
-        )
-        return sum(math.prod(x.shape) for x in jax.tree.leaves(model) if is_parameter(x))
+    def count(name):
+        leaves = jax.tree.leaves(sizes.published(name))
+        return sum(math.prod(x.shape) for x in leaves if is_parameter(x))
 
-    assert {name: count(config) for name, config in command.SIZES.items()} == PARAMETERS
+    assert {name: count(name) for name in sizes.SIZES} == PARAMETERS
 
 
 # The command, and the recipes.
 
 
 def test_the_command_prints(capsys, monkeypatch):
-    monkeypatch.setitem(command.SIZES, "small", small_config())
+    monkeypatch.setitem(sizes.SIZES, "small", small_config())
     command.main(command.Config(model="small", target="cpu:8", seq_len=32))
     output = capsys.readouterr().out
     for text in ("8 × cpu (fsdp=8)", "256 tokens", "temporaries", "fits", "all-gather", "compiled"):
         assert text in output
 
 
+def test_the_command_plans_vision_transformers(capsys, monkeypatch):
+    small = transformer.VisionConfig(
+        image_size=16,
+        patch_size=4,
+        d_model=32,
+        num_layers=2,
+        num_heads=4,
+        num_classes=5,
+        kernel="xla",
+    )
+    monkeypatch.setitem(sizes.SIZES, "small", small)
+    config = command.Config(
+        model="small", target="cpu:8", batch_size=16, remat="none", precision="fp32"
+    )
+    command.main(config)
+    output = capsys.readouterr().out
+    for text in ("8 × cpu (fsdp=8)", "16 examples per step", "fits", "all-gather"):
+        assert text in output
+    model, target = sizes.published("small"), targets.prepare("cpu:8")
+    job = command.make_job(config, model, target)
+    estimate = make_estimate(job, target)
+    # The first product's inputs, the pictures, have no gradient.
+    needed = 16 * (transformer.num_flops_per_image(small) - 2 * 16 * 48 * 32)
+    assert estimate.flops == needed
+    found = []
+    monkeypatch.setattr(
+        command, "fastest", lambda these, job, target: (found.extend(these), (estimate, ""))[1]
+    )
+    command.search(config, model, targets.prepare("h100:8"))
+    assert {"tensor" in each.mesh for each in found} == {True, False}
+    assert not any("context" in each.mesh for each in found)  # of 17 tokens
+
+
 def test_a_plan_has_one_total_and_a_verdict_against_the_card(capsys, monkeypatch):
-    monkeypatch.setitem(command.SIZES, "small", small_config())
+    monkeypatch.setitem(sizes.SIZES, "small", small_config())
     config = command.Config(model="small", target="24GiB:1", seq_len=32, method="lora")
     command.main(config)
     memory, _, rest = capsys.readouterr().out.partition("compute per step")
@@ -858,7 +891,7 @@ def test_a_plan_has_one_total_and_a_verdict_against_the_card(capsys, monkeypatch
 
 
 def test_command_refuses_indivisible_batches(monkeypatch):
-    monkeypatch.setitem(command.SIZES, "small", small_config())
+    monkeypatch.setitem(sizes.SIZES, "small", small_config())
     config = command.Config(
         model="small", target="cpu:8", mesh="fsdp=8", accumulate=2, batch_size=24
     )
@@ -868,7 +901,7 @@ def test_command_refuses_indivisible_batches(monkeypatch):
 
 @pytest.mark.slow
 def test_command_suggests_fitting_settings(capsys, monkeypatch):
-    monkeypatch.setitem(command.SIZES, "small", small_config())
+    monkeypatch.setitem(sizes.SIZES, "small", small_config())
     small = dataclasses.replace(chips.CHIPS["h100"], memory=4.0 * MiB)
     monkeypatch.setitem(chips.CHIPS, "h100", small)
     command.main(

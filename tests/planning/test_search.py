@@ -13,7 +13,7 @@ from helpers import hybrid, small_config
 from zoo import sharding, transformer
 from zoo.common import configuration
 from zoo.nn.recurrences.mixers import MIXERS
-from zoo.planning import command, search, targets
+from zoo.planning import command, search, sizes, targets
 from zoo.planning.job import CompilerError, Estimate, Job
 from zoo.planning.meshes import Candidate, candidates
 from zoo.planning.roofline import Times
@@ -131,7 +131,7 @@ def test_rows_of_experts_by_hand(dispatch, room, sent):
 def test_meshes_of_experts_stand_in_the_order_of_their_plans():
     """As compiled: benchmarks/results/2026-11-26-plan-qwen3-30b-a3b-experts.md."""
     pytest.importorskip("libtpu", reason="the compiler for TPUs is the extra `plan`")
-    target, model = targets.parse("v5p:4x4x4"), command.published("qwen3-30b-a3b")
+    target, model = targets.parse("v5p:4x4x4"), sizes.published("qwen3-30b-a3b")
     work = 6.05e15 * 4 / 3
     found = candidates(model.config, num_parameters(model), work, 64, 4096, target)
     order = [each.mesh for each in found if each.state < target.chip.memory]
@@ -269,7 +269,7 @@ def test_memory_that_is_left_takes_fewer_microbatches_and_less_remat(monkeypatch
 
 
 def test_a_search_needs_peaks(monkeypatch):
-    monkeypatch.setitem(command.SIZES, "small", small_config())
+    monkeypatch.setitem(sizes.SIZES, "small", small_config())
     with pytest.raises(
         ValueError, match=r"mesh='search' compares .* name a mesh for small on cpu:8"
     ):

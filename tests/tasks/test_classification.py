@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import equinox as eqx
 import jax
 import numpy as np
@@ -96,3 +98,30 @@ def test_plots_of_few_and_many_classes(tmp_path, num_classes):
     classification.plot_calibration(tmp_path / "calibration.png", predictions)
     for name in ("confusion.png", "calibration.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_f1_of_entities_is_seqevals():
+    """By `f1_score(true, found, mode="strict", scheme=IOB2)` of seqeval 1.2.2 on the same rows."""
+    classes = ["B-LOC", "B-PER", "I-LOC", "I-PER", "O"]
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 6, 200)
+    rows = [rng.integers(5, size=n) for n in lengths]
+    guesses = [np.where(rng.random(len(x)) < 0.7, x, rng.integers(5, size=len(x))) for x in rows]
+    weights = (np.arange(6) < lengths[:, None]).astype(np.float32)
+    labels, given = np.zeros((2, 200, 6), int)  # padded, as batches are
+    labels[weights > 0], given[weights > 0] = np.concatenate(rows), np.concatenate(guesses)
+    results = {"labels": labels, "weights": weights, "probabilities": np.eye(5)[given][None]}
+    halves = [
+        {name: x[:, part] if x.ndim == 4 else x[part] for name, x in results.items()}
+        for part in (slice(120), slice(120, None))
+    ]
+    judging = object.__new__(Judge)
+    evaluator = SimpleNamespace(results=lambda model, whole: enumerate(halves))
+    object.__setattr__(judging, "_evaluator", evaluator)
+    predictions = judging._predict(None, True)
+    result = judge(predictions, classes)
+    assert result["eval_entity_f1"] == pytest.approx(0.7125506072874493, abs=1e-12)
+    assert "F1 of entities" in classification.report(predictions, result, "tokens")
+    # Neither other tags nor examples that are no tokens have entities.
+    assert "eval_entity_f1" not in judge(predictions, ["C", "E", "H", "I", "T"])
+    assert "eval_entity_f1" not in judge(predictions._replace(lengths=None), classes)

@@ -220,8 +220,10 @@ def test_a_vision_transformer_learns_a_folder_of_pictures(method, tune, tmp_path
         pixels[:, :, i % 3] += 120
         (tmp_path / "photos" / "bgr"[i % 3]).mkdir(parents=True, exist_ok=True)
         image.fromarray(pixels).save(tmp_path / "photos" / "bgr"[i % 3] / f"{i}.png")
+    (tmp_path / "photos" / "b" / "cut.jpg").write_bytes(b"")
     flags = (f"--model={tmp_path / 'base'}", f"--data={tmp_path / 'photos'}", f"--method={method}")
     more = ("--data.held-out=0.2", "--optimizer.learning-rate=0.01", "--steps=30")
+    more = (*more, "--data.skip-damaged")
     run_dir = tune(*flags, *more, "--data.tokenizer=", "--lora.rank=8")
     assert read_metrics(run_dir / "metrics.jsonl")[-1]["eval_accuracy"] > 0.9
     assert (run_dir / "confusion.png").exists()

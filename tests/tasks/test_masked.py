@@ -49,7 +49,9 @@ def test_an_encoder_learns_alike_on_a_mesh(corpus, tmp_path, capsys):
     one = train(tmp_path / "one", corpus)
     said = capsys.readouterr().out
     assert "nats per hidden token" in said
-    assert "[" in said.rpartition("filled in]:")[2]
+    shown = (tmp_path / "one" / "fillings.txt").read_text()
+    assert "[" in shown
+    assert said.rpartition("fillings.txt beside it:\n\n")[2].startswith(shown)
     mesh = train(tmp_path / "mesh", corpus, "--mesh=data=2,fsdp=2,tensor=2")
     assert one.keys() == mesh.keys() == {*range(1, 7)}
     assert np.allclose([*one.values()], [*mesh.values()], rtol=1e-5)

@@ -12,7 +12,7 @@ from helpers import arrays, drawn_model
 
 import zoo
 from zoo import losses, transformer
-from zoo.transformer.vision import bicubic, sines_of_patches
+from zoo.transformer.patches import bicubic, sines_of_patches
 
 SIZES: dict[str, Any] = {
     "image_size": 16,

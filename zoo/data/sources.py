@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from zoo.common import checksums
 from zoo.common.configuration import require
 from zoo.data.datasets import HostBatch, Row, SeededDataset
+from zoo.data.iterated import IteratedRows
 
 Transform = Callable[[Any, np.random.Generator], Any]
 SAMPLES = 64  # rows of a fingerprint
@@ -26,6 +28,8 @@ def batches(
     lengths: Callable[[Any], int] | Sequence[int] | None = None,
     buckets: Sequence[int] = (),
     padded: Sequence[str] = (),
+    num_rows: int | None = None,
+    states: str | Path | None = None,
 ) -> "RowDataset":
     """A `zoo.Dataset` of the rows of a dict of arrays, a data frame, or any random-access sequence.
 
@@ -41,27 +45,38 @@ def batches(
     it, by `lengths`, which are given or found by a function of a source's row. The arrays `padded`
     get zeros behind their first axis, and a batch has `mask`, bool[batch, bucket], for them.
 
+    An iterator that saves and restores its state, as that of Grain's `IterDataset`, is taken with
+    `shuffle=False`, the `num_rows` after which it begins again, and a file for its `states`, by
+    which a run resumes. Each process reads all of its rows, and transforms its own.
+
     `fingerprint`, by which a run refuses other data at a resume, is a hash of the arrays and
-    arguments, or of 64 evenly spaced rows, as the transform makes them.
+    arguments, or of 64 evenly spaced rows (an iterator's first ones), as the transform makes them.
 
     Raises:
-        TypeError: a source without a length or without row i, as an iterator.
+        TypeError: a source without a length or without row i, as an iterator without a state.
         ValueError: no row, a row of other arrays or shapes than the first, or longer than the
             largest bucket.
     """
     options: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "drop_last": drop_last}
     if hasattr(source, "columns") and hasattr(source, "to_numpy"):  # of pandas or polars
         source = {str(name): source[name].to_numpy() for name in source.columns}
+    is_sequence = hasattr(source, "__len__") and hasattr(source, "__getitem__")
+    require(
+        not is_sequence or num_rows is states is None,
+        f"num_rows={num_rows}, states={states!r}: are for iterators, and a {type(source).__name__} "
+        "has row i",
+    )
     if isinstance(source, Mapping):
         arrays = ArrayDataset(source, batch_size, **options)
         if transform is None and not buckets:
             return arrays
         source = _Zipped(arrays.arrays)
-    elif not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
-        raise TypeError(
-            f"{type(source).__name__} has no row i: a run that resumes, and each of several "
-            "processes, asks for rows by their numbers. Give a list of its rows, or an object with "
-            "__len__() and __getitem__(i)"
+    elif not is_sequence:
+        source = IteratedRows(source, num_rows, states, window=8 * batch_size)
+        require(
+            not shuffle and lengths is None,
+            f"shuffle={shuffle}, lengths={lengths}: an iterator's rows keep its order; give "
+            "shuffle=False and no lengths, and shuffle by the iterator",
         )
     options |= {"lengths": lengths, "buckets": buckets, "padded": padded}
     return SourceDataset(source, batch_size, transform=transform, **options)
@@ -256,7 +271,8 @@ class SourceDataset(RowDataset):
     @functools.cached_property
     def fingerprint(self) -> str:
         """A hash of the arguments and of 64 rows: others mean other batches."""
-        places = np.linspace(0, len(self._source) - 1, SAMPLES).astype(int)
+        last = SAMPLES if isinstance(self._source, IteratedRows) else len(self._source)
+        places = np.linspace(0, min(last, len(self._source)) - 1, SAMPLES).astype(int)
         rows = [self._made(0, int(i)) for i in dict.fromkeys(places)]
         arguments = self.batch_size, self.seed, self.shuffle, self.drop_last, self.buckets
         arrays = (y for row in rows for name, x in sorted(row.items()) for y in (name, x[None]))

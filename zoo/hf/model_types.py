@@ -183,6 +183,8 @@ REFUSED = {
     "ministral3": "queries grow with the logarithm of their position",
     "mpt": "attention falls off with the distance (ALiBi)",
     "nemotron_h": "a layer is a mixer or an MLP alone",
+    "siglip2_vision_model": "images of several sizes share a batch, as patches with a mask "
+    "(NaFlex; SigLIP 2 of one size is a siglip_vision_model)",
     "opt": "a table of positions begins with two rows that no position has",
 }
 

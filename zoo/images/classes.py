@@ -15,7 +15,7 @@ from zoo.images.processor import FILE_NAME, Processor
 
 
 @dataclass(frozen=True)
-class Labelled:
+class LabelledPictures:
     """The datasets of the training and the held-out pictures; `classes` are the folders' names."""
 
     train: RowDataset
@@ -39,18 +39,20 @@ def read_folder(
     channels: int = 3,
     held_out: float = 0.1,
     augment: bool = True,
+    skip_damaged: bool = False,
     seed: int = 0,
-) -> Labelled:
+) -> LabelledPictures:
     """The pictures of a folder per class, as a model's own processor prepares them.
 
     A picture is held out by a hash of its name. `model` is the model's folder; without a processor
     there, pictures become squares of `size` pixels, with values from -1 to 1. With `augment` the
-    pictures to train on are cropped and mirrored by chance.
+    pictures to train on are cropped and mirrored by chance. With `skip_damaged` what cannot be
+    decoded is left out.
 
     Raises:
         ValueError: fewer than two classes, or a class without a picture to train on.
     """
-    source = Folder(folder, channels=channels)
+    source = Folder(folder, channels=channels, skip_damaged=skip_damaged)
     has_own = (Path(model) / FILE_NAME).is_file()
     processor = Processor.of(model) if has_own else Processor(size=(size, size))
     is_held_out = np.array([unit_hash(name) < held_out for name in source.names])
@@ -72,4 +74,4 @@ def read_folder(
         return batches(chosen, batch_size, seed=seed, transform=transform, shuffle=shuffle)
 
     train = part(~is_held_out, augmented if augment else processor, True)
-    return Labelled(train, part(is_held_out, processor, False), source.classes, processor)
+    return LabelledPictures(train, part(is_held_out, processor, False), source.classes, processor)

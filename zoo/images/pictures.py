@@ -8,6 +8,7 @@ import copy
 import io
 import logging
 import os
+import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,14 +40,18 @@ def decode(content: bytes, name: str, channels: int = 3) -> Pixels:
         with PIL.Image.open(io.BytesIO(content)) as picture:
             if frames := getattr(picture, "n_frames", 1) - 1:
                 raise ValueError(f"{name} has {frames + 1} frames: choose one, and save it alone")
-            if picture.mode not in ("1", "L", "LA", "P", "PA", "RGB", "RGBA"):
+            # Pillow cuts colours of 16 bits as it decodes them: only how they are stored tells.
+            deep = re.findall(r"\w+;16[BLN]", str([part[3] for part in picture.tile]))
+            if deep or picture.mode not in ("1", "L", "LA", "P", "PA", "RGB", "RGBA"):
                 raise ValueError(
-                    f"{name} is of mode {picture.mode}, whose colours have no one reading in 8 "
-                    "bits per channel: convert it, as by Pillow's convert('RGB')"
+                    f"{name} is of mode {[*deep, picture.mode][0]}, whose colours have no one "
+                    "reading in 8 bits per channel: convert it, as by Pillow's convert('RGB')"
                 )
             return _as_array(PIL.ImageOps.exif_transpose(picture), channels)
     except (OSError, SyntaxError, PIL.Image.DecompressionBombError) as error:
-        raise ValueError(f"{name} is damaged, or no picture: {error}") from error
+        unknown = isinstance(error, PIL.UnidentifiedImageError)
+        reason = "its content has no known format" if unknown else error
+        raise ValueError(f"{name} is damaged, or no picture: {reason}") from error
 
 
 def _as_array(picture: Any, channels: int) -> Pixels:
@@ -116,7 +121,7 @@ class Folder(_Pictures):
     cannot be are left out and counted, in `num_skipped`.
 
     Raises:
-        ValueError: fewer than two classes, or a class without a picture.
+        ValueError: fewer than two classes, a class without a picture, or a picture without a class.
     """
 
     def __init__(self, folder: str | Path, *, channels: int = 3, skip_damaged: bool = False):
@@ -128,6 +133,11 @@ class Folder(_Pictures):
             f"folder={str(folder)!r} has the classes {classes}: two at least, each a folder "
             "with the pictures of the class of its name",
         )
+        if stray := [x.name for x in os.scandir(folder) if x.is_file() and _is_picture(x.name)]:
+            raise ValueError(
+                f"folder={str(folder)!r}: {len(stray)} pictures are in no class's folder, as "
+                f"{stray[0]}; move them, or remove them"
+            )
         names, labels = list[str](), list[int]()
         for label, name in enumerate(classes):
             found = sorted(_pictures_in(self.folder / name, name))
@@ -164,8 +174,12 @@ def _pictures_in(folder: Path, name: str) -> Iterable[str]:
         path = f"{name}/{entry.name}"
         if entry.is_dir():
             yield from _pictures_in(Path(entry.path), path)
-        elif os.path.splitext(entry.name)[1].lower() in SUFFIXES:
+        elif _is_picture(entry.name):
             yield path
+
+
+def _is_picture(name: str) -> bool:
+    return os.path.splitext(name)[1].lower() in SUFFIXES
 
 
 class Encoded(_Pictures):

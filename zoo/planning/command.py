@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tyro
 from jaxtyping import Array, Key, PyTree
@@ -19,28 +18,23 @@ from zoo.data.datasets import HostBatch, Row, SeededDataset, check_batch_size
 from zoo.decoding.decoder import decoder_of
 from zoo.nn.attention.attention import Implementation
 from zoo.nn.precision import Precision
-from zoo.nn.products import Kind
-from zoo.nn.recurrences.chunks import RecurrenceConfig
 from zoo.nn.remat import Policy
-from zoo.nn.stateful import cast
 from zoo.planning import flops, report
 from zoo.planning.job import Estimate, Job, make_estimate
 from zoo.planning.meshes import candidates
 from zoo.planning.search import fastest, suggest
+from zoo.planning.sizes import NUM_CLASSES, SIZES, published
 from zoo.planning.targets import Target, prepare
 from zoo.publishing import PublishError, models
 from zoo.publishing.models import with_paths
 from zoo.publishing.shelf import find
-from zoo.publishing.tensors import quantized_skeleton
 from zoo.sharding.axes import is_parameter
 from zoo.training import losses, optimizers
 from zoo.training.description import Training
 from zoo.training.flags import Flags
 from zoo.training.state import Pretrained
-from zoo.transformer.config import Config as Sizes
 from zoo.transformer.model import Transformer
-from zoo.transformer.part_configs import AttentionConfig, ExpertsConfig, MixerConfig, ResidualConfig
-from zoo.transformer.rotary import PositionsConfig
+from zoo.transformer.vision import VisionConfig, VisionTransformer
 from zoo.wrappers import lora
 from zoo.wrappers.lora import Config as LoraConfig
 
@@ -54,8 +48,9 @@ class Config:
 
     model: tyro.conf.Positional[str]
     """Published size (llama3-8b, -70b, qwen3-0.6b, -1.7b, -4b, -8b, -14b, -32b, -30b-a3b,
-    mixtral-8x7b, qwen3-next-80b-a3b or qwen3.5-27b), a name on the shelf, a model's folder, or an
-    id on the Hugging Face hub, of which no weights are fetched."""
+    mixtral-8x7b, qwen3-next-80b-a3b or qwen3.5-27b; vit-s16, -b16 or -l16), a name on the shelf, a
+    model's folder, or an id on the Hugging Face hub, of which no weights are fetched. A vision
+    transformer is to tell classes, 1,000 where it has no head."""
     target: str
     """TPU slice, such as v5e:1x1, v5e:4x4, v5p:4x4x4 or v6e:16x16 (v4 too); or a number of GPUs, by
     name or by memory, or of virtual CPU devices, such as rtx4090:1, h200:8, 24GiB:1 or cpu:8.
@@ -72,7 +67,7 @@ class Config:
     batch_size: int | None = None
     """Rows of a batch, on all devices together; one per part of the batch if not given."""
     seq_len: int = 4096
-    """Tokens of a row."""
+    """Tokens of a row; a picture has those of the model's image size."""
     remat: Policy = "full"
     """Rematerialisation in the backward pass: none, dots, dots_no_batch, full, or of names."""
     precision: Precision = "bf16"
@@ -138,6 +133,21 @@ class TokenRows(SeededDataset):
         raise NotImplementedError("these rows have shapes alone")
 
 
+class PictureRows(TokenRows):
+    """Pictures and their classes, likewise."""
+
+    unit = "examples"
+
+    def __init__(self, batch_size: int, config: VisionConfig):
+        super().__init__(batch_size, config.num_tokens)
+        self._shape = (config.image_size, config.image_size, config.channels)
+
+    def row(self, bucket: int) -> Row:
+        """The arrays of one row of a bucket."""
+        of_row: Row = {"labels": ((), np.int32), "weights": ((), np.float32)}
+        return {"inputs": (self._shape, np.float32), **of_row}
+
+
 def locate(model: str) -> Path | None:
     """The folder of a model, without its weights if the hub has it; None for a published size.
 
@@ -158,12 +168,17 @@ def skeleton_of(config: Config, folder: Path | None) -> PyTree:
 
     Raises:
         PublishError: a folder that is no model.
-        ValueError: a model that learns no next token, or of fewer positions than a row.
+        ValueError: a model that learns neither classes of pictures nor the next token, or one of
+            fewer positions than a row.
     """
     quantize = None if config.base == "stored" else config.base
     if folder is None:
         return published(config.model, quantize=quantize)
     model = models.skeleton(folder, quantize=quantize, weights=False)
+    if isinstance(model, VisionTransformer):
+        with_head = lambda key, model: model.with_head(NUM_CLASSES, key=key)  # noqa: E731
+        is_headless = model.head is None
+        return eqx.filter_eval_shape(with_head, jax.random.key(0), model) if is_headless else model
     decoder_of(model).check_decoder(config.seq_len)
     return model
 
@@ -180,15 +195,18 @@ def make_job(config: Config, model: PyTree, target: Target) -> Job:
         return model if is_full else lora.adapt(model, adapters, key=key)
 
     trained = eqx.filter_eval_shape(make_model, jax.random.key(0), model)
+    data, loss_fn = TokenRows(rows, config.seq_len), losses.next_token
+    if isinstance(model, VisionTransformer):
+        data, loss_fn = PictureRows(rows, model.config), losses.classification
     training = Training(
         make_model=make_model,
         pretrained=Pretrained(model, load=_nothing),
         trainable=None if is_full else lora.trainable,
-        loss_fn=losses.next_token,
+        loss_fn=loss_fn,
         optimizer=optimizers.make_optimizer(optimizers.Config(name=config.optimizer), steps=10_000),
-        data=TokenRows(rows, config.seq_len),
+        data=data,
         evaluate=lambda model, whole: {},  # nothing is trained
-        flops_per_token=flops.per_token(trained, config.seq_len),
+        flops_per_token=flops.per_unit(trained, config.seq_len),
         remat=config.remat,
         remat_flag="--remat",
     )
@@ -210,18 +228,20 @@ def search(config: Config, model: PyTree, target: Target) -> tuple[Estimate, str
     Raises:
         ValueError: another model, a target without published peaks, or no mesh that fits.
     """
-    if not isinstance(model, Transformer) or target.chip.flops is None:
+    if not isinstance(model, Transformer | VisionTransformer) or target.chip.flops is None:
         raise ValueError(
             f"mesh={SEARCH!r} compares the steps of a transformer by a chip's published peaks; "
             f"name a mesh for {config.model} on {target.name}"
         )
     rows = config.batch_size or target.num_devices * config.accumulate
     parameters = sum(x.size for x in jax.tree.leaves(model) if is_parameter(x))
-    needed = flops.per_token(model, config.seq_len) or 0.0
-    work = needed * rows * config.seq_len * (4 / 3 if config.remat == "full" else 1)
-    found = candidates(
-        model.config, parameters, work, rows // config.accumulate, config.seq_len, target
-    )
+    if isinstance(model, VisionTransformer):
+        parts, length, units = model.config.parts, model.config.num_tokens, 1
+    else:
+        parts, length, units = model.config, config.seq_len, config.seq_len
+    needed = flops.per_unit(model, config.seq_len) or 0.0
+    work = needed * rows * units * (4 / 3 if config.remat == "full" else 1)
+    found = candidates(parts, parameters, work, rows // config.accumulate, length, target)
     given = dataclasses.replace(config, batch_size=rows, mesh=sharding.storage_mesh(-1))
     return fastest(found, make_job(given, model, target), target)
 
@@ -238,89 +258,3 @@ def lighter(config: Config, folder: Path | None, target: Target) -> Iterator[tup
 
 def _nothing() -> PyTree:
     raise NotImplementedError("a plan loads no weights")
-
-
-# --- Published sizes -----------------------------------------------------------------------------
-
-# From the `config.json` of each model on the Hugging Face hub: meta-llama/Meta-Llama-3-8B and -70B
-# (Grattafiori et al. 2024), Qwen/Qwen3-0.6B to -32B and -30B-A3B (Yang et al. 2025),
-# mistralai/Mixtral-8x7B-v0.1 (Jiang et al. 2024), and Qwen/Qwen3-Next-80B-A3B-Instruct; and the
-# model card of Qwen/Qwen3.5-27B, its part for text.
-_LLAMA3 = Sizes(
-    vocab_size=128_256,
-    max_seq_len=8192,
-    attention=AttentionConfig(num_kv_heads=8),
-    positions=PositionsConfig(theta=500_000.0),
-    residual=ResidualConfig(norm_eps=1e-5),
-)
-_QWEN3 = Sizes(
-    vocab_size=151_936,
-    max_seq_len=40_960,
-    attention=AttentionConfig(num_kv_heads=8, head_dim=128, qk_norm="per_head"),
-    positions=PositionsConfig(theta=1_000_000.0),
-)
-
-
-def _sized(
-    base: Sizes, d_model: int, layers: int, heads: int, d_ff: int, *, tied: bool = False
-) -> Sizes:
-    return dataclasses.replace(
-        base, d_model=d_model, num_layers=layers, num_heads=heads, d_ff=d_ff, tie_embeddings=tied
-    )
-
-
-def _hybrid(
-    width: int, layers: int, d_ff: int, *, num_heads: int, num_kv_heads: int, value_heads: int
-) -> Sizes:
-    """Three gated delta nets to one attention, as Qwen3-Next has them."""
-    delta = RecurrenceConfig(num_heads=value_heads, num_key_heads=16, key_dim=128, value_dim=128)
-    return dataclasses.replace(
-        _sized(_QWEN3, width, layers, num_heads, d_ff),
-        mixer=MixerConfig((*3 * ("gated_deltanet",), "attention"), delta),
-        attention=dataclasses.replace(
-            _QWEN3.attention, num_kv_heads=num_kv_heads, head_dim=256, output_gate=True
-        ),
-        positions=PositionsConfig(theta=10_000_000.0, rotary_fraction=0.25),
-        residual=dataclasses.replace(_QWEN3.residual, norm="rms_offset"),
-    )
-
-
-SIZES: dict[str, Sizes] = {
-    "llama3-8b": _sized(_LLAMA3, 4096, 32, 32, 14_336),
-    "llama3-70b": _sized(_LLAMA3, 8192, 80, 64, 28_672),
-    "qwen3-0.6b": _sized(_QWEN3, 1024, 28, 16, 3072, tied=True),
-    "qwen3-1.7b": _sized(_QWEN3, 2048, 28, 16, 6144, tied=True),
-    "qwen3-4b": _sized(_QWEN3, 2560, 36, 32, 9728, tied=True),
-    "qwen3-8b": _sized(_QWEN3, 4096, 36, 32, 12_288),
-    "qwen3-14b": _sized(_QWEN3, 5120, 40, 40, 17_408),
-    "qwen3-32b": _sized(_QWEN3, 5120, 64, 64, 25_600),
-    "qwen3-30b-a3b": dataclasses.replace(
-        _sized(_QWEN3, 2048, 48, 32, 768),
-        attention=dataclasses.replace(_QWEN3.attention, num_kv_heads=4),
-        experts=ExpertsConfig(num_experts=128, per_token=8),
-    ),
-    "mixtral-8x7b": dataclasses.replace(
-        _sized(_LLAMA3, 4096, 32, 32, 14_336),
-        vocab_size=32_000,
-        max_seq_len=32_768,
-        positions=PositionsConfig(theta=1_000_000.0),
-        experts=ExpertsConfig(num_experts=8, per_token=2),
-    ),
-    "qwen3-next-80b-a3b": dataclasses.replace(
-        _hybrid(2048, 48, 512, num_heads=16, num_kv_heads=2, value_heads=32),
-        experts=ExpertsConfig(num_experts=512, per_token=10, num_shared=1, shared_gate=True),
-    ),
-    "qwen3.5-27b": dataclasses.replace(
-        _hybrid(5120, 64, 17_408, num_heads=24, num_kv_heads=4, value_heads=48),
-        vocab_size=248_320,
-    ),
-}
-
-
-def published(name: str, *, quantize: Kind | None = None) -> PyTree:
-    """The skeleton of a model of a published size, in bf16 as it is published, or quantised."""
-
-    def make(key: Key[Array, ""]) -> Transformer:
-        return cast(Transformer(SIZES[name.lower()], key=key), jnp.bfloat16)
-
-    return quantized_skeleton(eqx.filter_eval_shape(make, jax.random.key(0)), quantize)

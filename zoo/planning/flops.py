@@ -15,8 +15,9 @@ from jaxtyping import PyTree
 
 from zoo.transformer.config import Config
 from zoo.transformer.dispatch import RARELY
-from zoo.transformer.flops import num_flops_per_token
+from zoo.transformer.flops import num_flops_per_image, num_flops_per_token
 from zoo.transformer.model import Transformer
+from zoo.transformer.vision import VisionTransformer
 from zoo.wrappers.lora import Adapted, is_adapted
 
 # Of a kernel that leaves out steps of its grid, as `zoo.nn.attention.splash` names its calls, and
@@ -81,18 +82,24 @@ def of_kernels(jaxpr: Any) -> dict[str, tuple[float, float]]:
     return {name: (found[name, "FLOPs"], found[name, "bytes"]) for name in names}
 
 
-def per_token(model: PyTree, seq_len: int) -> float | None:
-    """FLOPs that the maths of training a transformer needs per token; None for another model.
+def per_unit(model: PyTree, seq_len: int) -> float | None:
+    """FLOPs that the maths of training a transformer needs per token, or per image; else None.
 
     Adapters are trained alone: the weights beside them take part in the forward pass and in the
     gradients of activations, and have none themselves.
     """
-    if not isinstance(model, Transformer):
+    if isinstance(model, VisionTransformer):
+        config, tokens = model.config.parts, model.config.num_tokens
+        total, weights = (num_flops_per_image(model.config, n) for n in (tokens, 0))
+    elif isinstance(model, Transformer):
+        config, tokens = model.config, 1
+        total, weights = (num_flops_per_token(config, length) for length in (seq_len, 0))
+    else:
         return None
     leaves = jax.tree.leaves(model, is_leaf=is_adapted)
     adapters = [x for x in leaves if isinstance(x, Adapted)]
-    total, weights = (num_flops_per_token(model.config, length) for length in (seq_len, 0))
-    return total - bool(adapters) * weights / 3 + 6 * sum(_used(x, model.config) for x in adapters)
+    of_adapters = 6 * tokens * sum(_used(x, config) for x in adapters)
+    return total - bool(adapters) * weights / 3 + of_adapters
 
 
 def _used(adapter: Adapted, config: Config) -> float:

@@ -4,7 +4,8 @@ Legend of suffixes: M members of an ensemble (one, of a model alone), N examples
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -37,6 +38,8 @@ class Predictions(NamedTuple):
 
     probabilities_MNC: Float[np.ndarray, "members examples classes"]
     labels_N: Int[np.ndarray, "examples"]
+    lengths: Int[np.ndarray, "rows"] | None = None
+    """Of tagged rows, how many of the examples, which are tokens, each row has."""
 
     @property
     def mean_NC(self) -> Float[np.ndarray, "examples classes"]:
@@ -156,7 +159,7 @@ class Judge:
     def __call__(self, model: PyTree, whole: bool) -> dict[str, float]:
         """Evaluate a model, on the whole epoch or its first batches."""
         if not whole:
-            return judge(self._predict(model, whole))
+            return judge(self._predict(model, whole), self._classes)
         kept = self._evaluator.once(model, lambda: self._judged(model), (CONFUSION, CALIBRATION))
         self.report = kept["report"]
         return dict(kept["metrics"])
@@ -164,7 +167,7 @@ class Judge:
     def _judged(self, model: PyTree) -> dict[str, Any]:
         """The metrics and the report of a whole evaluation, which is drawn."""
         predictions = self._predict(model, True)
-        metrics = judge(predictions)
+        metrics = judge(predictions, self._classes)
         if self._run.is_main:
             plot_confusion(self._run.folder / CONFUSION, predictions, self._classes)
             plot_calibration(self._run.folder / CALIBRATION, predictions)
@@ -172,12 +175,14 @@ class Judge:
         return {"metrics": metrics, "report": report(predictions, metrics, what)}
 
     def _predict(self, model: PyTree, whole: bool) -> Predictions:
-        found, labels = [], []
+        found, labels, lengths = [], [], []
         for _, results in self._evaluator.results(model, whole):
             real = gathered(results["weights"]) > 0
+            lengths.append(real.sum(-1, keepdims=real.ndim == 1))
             found.append(gathered(results["probabilities"])[:, real])
             labels.append(gathered(results["labels"])[real].astype(np.int32))  # sums are float32
-        return Predictions(np.concatenate(found, 1), np.concatenate(labels))
+        of_rows = np.concatenate(lengths) if real.ndim == 2 else None
+        return Predictions(np.concatenate(found, 1), np.concatenate(labels), of_rows)
 
 
 @losses.OF_LABELS
@@ -192,12 +197,16 @@ def _probabilities(model: PyTree, batch: dict[str, Array], key: None) -> Any:
 # --- Judging ----------------------------------------------------------------------------------
 
 
-def judge(predictions: Predictions) -> dict[str, float]:
+def judge(predictions: Predictions, classes: Sequence[str] = ()) -> dict[str, float]:
     """`eval_loss` in nats, `eval_accuracy`, `calibration_error`; of an ensemble, also its members'.
 
-    Those of the members, `member_…`, are the means over them.
+    Those of the members, `member_…`, are the means over them. Of tagged rows whose classes are
+    `O`, `B-…` and `I-…` it has `eval_entity_f1` too.
     """
     result = _judge(predictions.mean_NC, predictions.labels_N)
+    tagged = any(x.startswith("B-") for x in classes)
+    if predictions.lengths is not None and tagged and all(IOB2.match(x) for x in classes):
+        result["eval_entity_f1"] = entity_f1(predictions, predictions.lengths, classes)
     members = [_judge(one, predictions.labels_N) for one in predictions.probabilities_MNC]
     if len(members) > 1:
         for name in result.copy():
@@ -215,12 +224,48 @@ def _judge(probabilities_NC: np.ndarray, labels_N: np.ndarray) -> dict[str, floa
     }
 
 
+IOB2 = re.compile(
+    "O$|[BI]-"
+)  # the tags of entities: outside of them, their first, and their others
+
+
+def entity_f1(predictions: Predictions, lengths: np.ndarray, classes: Sequence[str]) -> float:
+    """The harmonic mean of precision and recall of entities, each found whole and of its kind.
+
+    An entity begins with `B-KIND` and goes on with `I-KIND` of its row; an `I-KIND` behind anything
+    else is in none: strict IOB2, as seqeval counts it. 0 without an entity.
+    """
+    ends = np.cumsum(lengths)[:-1]
+    true, found = (
+        [
+            (row, *entity)
+            for row, numbers in enumerate(np.split(labels, ends))
+            for entity in entities([classes[i] for i in numbers])
+        ]
+        for labels in (predictions.labels_N, predictions.mean_NC.argmax(1))
+    )
+    return 2 * len({*true} & {*found}) / max(len(true) + len(found), 1)
+
+
+def entities(tags: Sequence[str]) -> Iterator[tuple[str, int, int]]:
+    """The kind, the first token and the end of each entity of a row."""
+    begin = None
+    for i, tag in enumerate([*tags, "O"]):
+        if begin is not None and tag != f"I-{tags[begin][2:]}":
+            yield tags[begin][2:], begin, i
+            begin = None
+        if tag.startswith("B-"):
+            begin = i
+
+
 def report(predictions: Predictions, result: Mapping[str, float], what: str = "examples") -> str:
     """The result in words; `what` was classified."""
     text = (
         f"held out: accuracy {result['eval_accuracy']:.2%} of {len(predictions.labels_N):,} "
         f"{what}, calibration error {result['calibration_error']:.2%}"
     )
+    if "eval_entity_f1" in result:
+        text += f", F1 of entities {result['eval_entity_f1']:.2%}"
     if "member_accuracy" in result:
         text += (
             f"; one of the {len(predictions.probabilities_MNC)} members alone, on average: "

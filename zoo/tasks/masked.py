@@ -24,6 +24,7 @@ from zoo.training import losses, optimizers
 from zoo.training.description import Training
 
 Likeliest = list[tuple[str, float]]
+FILLINGS = "fillings.txt"  # of the run folder
 SHOWN = 96  # tokens of the text that is shown with its fillings
 
 
@@ -89,8 +90,11 @@ def train(run: Run[language.Config], data: Masked, training: Training) -> dict[s
     model, result = trained.model, trained.model_metrics
     save(run.folder / "model", model, {**result, "steps": int(trained.state.step)})
     run.say(f"held out: {result['eval_loss']:.3f} nats per hidden token")
-    run.say(f"the model is in {run.address}/model; a held-out text, with [what it filled in]:\n")
-    run.say(fillings(model, data))
+    shown = fillings(model, data)
+    if run.is_main:
+        (run.folder / FILLINGS).write_text(shown, encoding="utf-8")
+    run.say(f"the model is in {run.address}/model; a text with [what it filled in] is in")
+    run.say(f"{FILLINGS} beside it:\n\n{shown}")
     return result
 
 

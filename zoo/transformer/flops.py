@@ -2,6 +2,7 @@
 
 from zoo.nn.recurrences.mixers import MIXERS
 from zoo.transformer.config import Config
+from zoo.transformer.vision import VisionConfig
 
 
 def num_flops_per_token(config: Config, seq_len: int) -> float:
@@ -47,3 +48,15 @@ def num_flops_per_token(config: Config, seq_len: int) -> float:
     kinds = [kind for kind in config.all_layer_kinds if kind != "recurrent"]
     all_visible = sum(visible(config.window_of(kind)) for kind in kinds)
     return 6.0 * weights + 6.0 * heads * (size + values) * all_visible
+
+
+def num_flops_per_image(config: VisionConfig, visible: int | None = None) -> float:
+    """Floating-point operations of training per image of the configuration's size.
+
+    Each token sees all of an image, or `visible` of its tokens.
+    """
+    tokens = config.num_tokens
+    seen = tokens if visible is None else visible
+    of_blocks = tokens * num_flops_per_token(config.parts, seen)
+    of_patches = config.grid**2 * config.patch_size**2 * config.channels * config.d_model
+    return of_blocks + 6.0 * (of_patches + config.d_model * config.num_classes)

@@ -10,13 +10,12 @@ from typing import ClassVar, Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Key
 
 from zoo.common import configuration
 from zoo.common.configuration import may_differ, of_training, require
 from zoo.nn.attention.attention import Implementation
-from zoo.nn.layers import ACTIVATIONS, Activation, Linear, Norm, add_bias, normal
+from zoo.nn.layers import ACTIVATIONS, Activation, Linear, Norm, add_bias
 from zoo.nn.parameters import CastsAtUse, unshard
 from zoo.nn.products import matmul
 from zoo.nn.remat import Policy
@@ -26,6 +25,7 @@ from zoo.transformer.blocks import MLP, Attention, Block, residual_norm
 from zoo.transformer.encoder import EncoderConfig
 from zoo.transformer.model import through_blocks
 from zoo.transformer.part_configs import AttentionConfig, ResidualConfig
+from zoo.transformer.patches import Patches, bicubic, rotary_of_patches, sines_of_patches
 from zoo.transformer.rotary import PositionsConfig, Rotary
 
 
@@ -150,28 +150,10 @@ class VisionConfig:
         """Tokens before the patches."""
         return self.class_token + self.num_registers
 
-
-class Patches(eqx.Module):
-    """From images to a vector per patch: a product with each patch's pixels."""
-
-    weight: Float[Array, "patch_rows patch_columns channels embed"]
-    bias: Float[Array, "embed"]
-
-    def __init__(self, config: VisionConfig, *, key: Key[Array, ""]):
-        size, channels = config.patch_size, config.channels
-        shape = (size, size, channels, config.d_model)
-        self.weight = normal(key, shape, size * size * channels)
-        self.bias = jnp.zeros(config.d_model)
-
-    def __call__(
-        self, images: Float[Array, "batch height width channels"]
-    ) -> Float[Array, "batch patches embed"]:
-        """The patches row by row."""
-        batch, height, width, channels = images.shape
-        size, dtype = self.weight.shape[0], self.weight.dtype
-        x = images.astype(dtype).reshape(batch, height // size, size, width // size, size, channels)
-        x = x.swapaxes(2, 3).reshape(batch, -1, size, size, channels)
-        return add_bias(matmul(x, self.weight, contract=3), self.bias)
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of an image of that size."""
+        return self.grid**2 + self.num_prefix
 
 
 class AttentionPooling(eqx.Module):
@@ -225,7 +207,7 @@ class VisionTransformer(CastsAtUse):
         keys, size = jax.random.split(key, 7), config.d_model
         rows = lambda key, count: 0.02 * jax.random.normal(key, (count, size))  # noqa: E731
         self.config = config
-        self.patches = Patches(config, key=keys[0])
+        self.patches = Patches(config.patch_size, config.channels, size, key=keys[0])
         self.class_token = rows(keys[1], 1) if config.class_token else None
         self.registers = rows(keys[2], config.num_registers) if config.num_registers else None
         self.mask_token = jnp.zeros((1, size)) if config.mask_token else None
@@ -283,6 +265,22 @@ class VisionTransformer(CastsAtUse):
             ValueError: images whose size patches do not divide, or with other channels; `masked` of
                 a model without a mask token.
         """
+        config = self.config.parts
+        x_BTE, rotary = self.embedded(images, masked=masked)
+        x_BTE, _ = through_blocks(config, self.blocks, x_BTE, None, {"global": rotary}, key)
+        return constrain(unshard(self.final_norm)(x_BTE), "batch", "inner_seq", "embed")
+
+    def embedded(
+        self,
+        images: Float[Array, "batch height width channels"],
+        *,
+        masked: Bool[Array, "batch patches"] | None = None,
+    ) -> tuple[Float[Array, "batch seq embed"], Rotary | None]:
+        """The tokens before the first block, and the tables of their rotary positions.
+
+        Raises:
+            ValueError: as `hidden`.
+        """
         config = self.config
         height, width, channels = images.shape[1:]
         size = config.patch_size
@@ -318,8 +316,7 @@ class VisionTransformer(CastsAtUse):
             rotary = rotary_of_patches(
                 grid, config.num_prefix, config.parts.head_size, config.theta
             )
-        x_BTE, _ = through_blocks(config.parts, self.blocks, x_BTE, None, {"global": rotary}, key)
-        return constrain(unshard(self.final_norm)(x_BTE), "batch", "inner_seq", "embed")
+        return x_BTE, rotary
 
     def pooled(self, x_BTE: Float[Array, "batch seq embed"]) -> Float[Array, "batch embed"]:
         """The vector of each image, from those of its tokens."""
@@ -363,41 +360,3 @@ class VisionTransformer(CastsAtUse):
         rows, columns = (jnp.asarray(bicubic(config.grid, size)) for size in grid)
         patches = jnp.einsum("rx,cy,xye->rce", rows, columns, square)
         return jnp.concatenate([first.astype(jnp.float32), patches.reshape(-1, config.d_model)])
-
-
-def bicubic(size: int, new_size: int) -> Float[np.ndarray, "new old"]:
-    """The matrix of a bicubic interpolation as PyTorch's: a = -0.75, and no antialiasing."""
-    places = (np.arange(new_size) + 0.5) * size / new_size - 0.5
-    matrix, a = np.zeros((new_size, size)), -0.75
-    for offset in range(-1, 3):
-        neighbours = np.floor(places).astype(int) + offset
-        x = np.abs(places - neighbours)
-        near, far = ((a + 2) * x - (a + 3)) * x * x + 1, ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
-        weights = np.where(x <= 1, near, far)
-        np.add.at(matrix, (np.arange(new_size), np.clip(neighbours, 0, size - 1)), weights)
-    return matrix.astype(np.float32)
-
-
-def sines_of_patches(grid: tuple[int, int], size: int) -> Float[np.ndarray, "patches embed"]:
-    """A quarter of the features each: sines and cosines of the row, and of the column."""
-    frequency = 10_000.0 ** -(np.arange(size // 4) / (size // 4))
-    row, column = np.divmod(np.arange(grid[0] * grid[1]), grid[1])
-    angles = [places[:, None] * frequency for places in (row, column)]
-    parts = [f(x) for x in angles for f in (np.sin, np.cos)]
-    return np.concatenate(parts, axis=1).astype(np.float32)
-
-
-def rotary_of_patches(
-    grid: tuple[int, int], num_prefix: int, head_dim: int, theta: float
-) -> Rotary:
-    """The tables of DINOv3's rotary positions, for `rotate`: tokens before the patches stay.
-
-    Half of the pairs rotate by the row, half by the column, as shares of the image from -1 to 1.
-    """
-    frequency = theta ** -(np.arange(head_dim // 4) * 4 / head_dim)
-    centres = [2 * (np.arange(size) + 0.5) / size - 1 for size in grid]
-    places = np.stack(np.meshgrid(*centres, indexing="ij"), -1).reshape(-1, 2, 1)
-    angles = (2 * np.pi * places * frequency).reshape(len(places), -1)
-    angles = np.concatenate([np.zeros((num_prefix, angles.shape[1])), angles])
-    cos, sin = (f(angles)[None].astype(np.float32) for f in (np.cos, np.sin))
-    return jnp.asarray(np.concatenate([cos, cos], -1)), jnp.asarray(np.concatenate([-sin, sin], -1))

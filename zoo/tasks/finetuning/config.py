@@ -42,6 +42,9 @@ class Data(text.Source):
     """Field of a chat's messages, each with a role and a content."""
     augment: bool = True
     """Crop and mirror the pictures to train on by chance, as models of pictures read them."""
+    skip_damaged: bool = False
+    """Decode all pictures at the start, and leave out the ones that cannot be, with a line that
+    counts them."""
     tokenizer: str = ""
     """bytes, or a path to tokenizer.json, where the model's folder has none."""
     chat_template: Annotated[str, tyro.conf.arg(aliases=("--chat-template",))] = ""
