@@ -49,7 +49,7 @@ HYBRID = (
 )
 KINDS = {
     "training": f"lm {TEXT} {NEW} {SMALL} --keep-best=eval_loss --sample-every=3",
-    "a hybrid on a mesh": f"lm {TEXT} {NEW} {HYBRID} --mesh=fsdp=2,tensor=2",
+    "a hybrid on a mesh": f"lm {TEXT} {NEW} {HYBRID} --mesh=fsdp=2,context=2",
     "fine-tuning": f"finetune {TEXT} {BASE} --method=full --average=0.5",
     "adapters": f"finetune {TEXT} {BASE} --method=lora --lora.rank=2",
     "adapters on int4": f"finetune {TEXT} {BASE} --method=lora --base=int4",

@@ -258,22 +258,26 @@ def test_the_loop_and_what_it_keeps_change_nothing(changes):
 
 
 @pytest.mark.parametrize(
-    ("kind", "spec", "rtol"),
+    ("kind", "spec"),
     [
-        ("mamba2", "data=2,fsdp=2,tensor=2", 2e-5),
-        ("mlstm", "context=4,tensor=2", 2e-5),
-        # The norms of short keys and of the first outputs enlarge what is rounded.
-        ("gated_deltanet", "fsdp=2,context=2,tensor=2", 3e-4),
+        ("mamba2", "data=2,fsdp=2,tensor=2"),
+        ("mlstm", "context=4,tensor=2"),
+        ("gated_deltanet", "fsdp=2,context=2,tensor=2"),
         *(
-            pytest.param(kind, f"context={parts}", rtol, marks=pytest.mark.slow)
-            for kind, rtol in (("mamba2", 2e-5), ("mlstm", 2e-5), ("gated_deltanet", 3e-4))
+            pytest.param(kind, f"context={parts}", marks=pytest.mark.slow)
+            for kind in MIXERS
             for parts in (2, 4, 8)
         ),
     ],
 )
-def test_the_mesh_does_not_change_losses_and_gradients(kind, spec, rtol):
-    """Documents go across the borders of a row's parts."""
-    model = eqx.filter_jit(make_transformer(**hybrid(kind, **GATED)))(KEY)
+def test_the_mesh_does_not_change_losses_and_gradients(kind, spec):
+    """Documents go across the borders of a row's parts.
+
+    Norms of outputs have a larger epsilon than usual: the first step of a document writes its value
+    times q·k, and where that is near zero a norm enlarges rounding, on one device as on many. So
+    does the normaliser of mlstm, which has none.
+    """
+    model = drawn_transformer(**hybrid(kind, **GATED, **{"mixer.recurrence.norm_eps": 0.1}))
     batch = jax.tree.map(jnp.asarray, token_batch(8, 16))
     loss, gradient = gradients(model, batch)
     mesh = sharding.make_mesh(spec)
@@ -281,7 +285,7 @@ def test_the_mesh_does_not_change_losses_and_gradients(kind, spec, rtol):
         placed = eqx.filter_shard(model, sharding.shardings(model, mesh))
         found = gradients(placed, batch)
     assert_trees_close(found[0], loss, rtol=1e-6)
-    assert_trees_close(found[1], gradient, rtol=rtol, atol=1e-5)
+    assert_trees_close(found[1], gradient, rtol=2e-5 if kind == "mlstm" else 1e-5)
 
 
 def test_a_hybrid_trains_on_a_mesh_in_bf16():
