@@ -106,7 +106,7 @@ EVALUATION = {
 }
 PICTURES = {"curves.png"}
 OF_CLASSES = {"confusion.png", "calibration.png"}
-MORE_PICTURES = {"mlp": OF_CLASSES, "vision": OF_CLASSES | {"predictions.png"}}
+MORE_PICTURES = {"mlp": OF_CLASSES, "vision": OF_CLASSES | {"predictions.png", "attention.png"}}
 TOKENS = jnp.arange(24, dtype=jnp.int32).reshape(2, 12)
 INPUTS = {
     "mlp": jnp.arange(8, dtype=jnp.float32).reshape(2, 4),

@@ -121,9 +121,15 @@ class Processor:
 
     def normalised(self, image: Pixels) -> Float32[np.ndarray, "height width channels"]:
         """The values as the model takes them."""
-        channels = image.shape[2]
-        mean, std = (np.asarray(x[:channels], np.float32) for x in (self.mean, self.std))
-        return (image.astype(np.float32) * np.float32(self.scale) - mean) / std
+        height, width, channels = image.shape
+        mean, std = (np.asarray(x[:channels]) for x in (self.mean, self.std))
+        # Row by row, as NumPy is slow in loops over three channels.
+        factor, less = (
+            np.tile(x, width).astype(np.float32) for x in (self.scale / std, mean / std)
+        )
+        rows = np.multiply(image.reshape(height, -1), factor, dtype=np.float32)
+        rows -= less
+        return rows.reshape(image.shape)
 
 
 def _pair(size: Any) -> Any:
