@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -85,7 +86,7 @@ def test_pictures_are_in_pages_with_alternative_texts():
             assert path.is_file(), f"{page.name}: no {target}"
             assert len(text) > 20, f"{page.name}: {target} needs a text for who does not see it"
             shown.add(path.name)
-    made = {f"{name}.svg" for name in pictures.PICTURES}
+    made = {"recording.svg", *(f"{name}.svg" for name in pictures.PICTURES)}
     assert made - shown == {"logo.svg", "card.svg"}
     for name in made:
         assert "prefers-color-scheme:dark" in (ASSETS / name).read_text()
@@ -99,3 +100,41 @@ def test_the_card_for_other_sites_is_the_picture(tmp_path):
     assert made.shape[:2] == kept.shape[:2] == (640, 1280)
     assert kept.std() > 0.1
     assert np.abs(made - kept).mean() < 0.02  # another machine has other fonts
+
+
+# What the main command's terminal is: lines above a bar that is drawn over itself, in colours.
+BAR = """
+import time
+from rich.progress import Progress
+with Progress(expand=True) as progress:
+    task = progress.add_task("train", total=3)
+    for step in range(1, 4):
+        progress.update(task, completed=step, refresh=True)
+        progress.console.print(f"step {step}: <eval>")
+        time.sleep(0.6)
+print("ended")
+"""
+
+
+def test_a_recording_plays_what_a_terminal_showed(tmp_path):
+    recording = pytest.importorskip("recording", exc_type=ImportError)
+    recording.main(tmp_path / "a.svg", [sys.executable, "-c", BAR])
+    lines = list(ElementTree.parse(tmp_path / "a.svg").iter(f"{SVG}text"))
+    shown = [("".join(x.itertext()).strip(), "end" in x.attrib["class"].split()) for x in lines]
+    assert ("step 2: <eval>", True) in shown
+    assert ("ended", True) in shown
+    bars = [(text, last) for text, last in shown if text.startswith("train")]
+    assert [last for _, last in bars] == [False] * (len(bars) - 1) + [True]
+    assert len(bars) > 2
+    assert "100%" in bars[-1][0]
+    assert "@keyframes" in (tmp_path / "a.svg").read_text()
+    with pytest.raises(SystemExit, match="ended with 3: nothing is drawn"):
+        recording.main(tmp_path / "b.svg", [sys.executable, "-c", "print(); raise SystemExit(3)"])
+    assert not (tmp_path / "b.svg").exists()
+
+
+def test_the_recording_ends_with_the_result():
+    lines = ElementTree.parse(ASSETS / "recording.svg").iter(f"{SVG}text")
+    last = ["".join(x.itertext()) for x in lines if "end" in x.attrib["class"].split()]
+    assert any("bits per byte" in line for line in last)
+    assert any("train 500/500" in line for line in last)

@@ -811,6 +811,14 @@ def test_a_pretrained_model_stays_its_owners():
         np.testing.assert_array_equal(array, before[name])
 
 
+def test_a_pretrained_model_on_other_devices_is_named():
+    loaded = jax.device_put(low(), jax.devices()[0])
+    frozen_state_and_step(loaded)  # without a mesh it may lie there
+    message = r"pretrained\.\S+ is on 1 device\(s\), and the mesh .*'fsdp': 2.* on 2: .*run\.mesh"
+    with pytest.raises(ValueError, match=message):
+        frozen_state_and_step(loaded, zoo.make_mesh("fsdp=2"))
+
+
 def test_frozen_parameters_are_computed_with_in_the_precision():
     found = []
     for base in (low(), cast(low(), jnp.float32)):

@@ -174,6 +174,7 @@ class Blueprint:
             if text := difference(described(loaded), described(given[1])):
                 raise ValueError(f"`load` of a Pretrained is unlike its skeleton: {text}")
             given = (given[0], loaded)
+        self._check_devices(given[1:])
         # `eqx.filter_jit` takes no output shardings.
         make = jax.jit(
             lambda *given: eqx.filter(eqx.filter(build(*given), eqx.is_array), chosen),
@@ -184,6 +185,18 @@ class Blueprint:
             # Those of what is trained are: float32 does not fit into their place.
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             return make(*given)
+
+    def _check_devices(self, weights: PyTree) -> None:
+        """Raise a ValueError for weights on other devices than the mesh's."""
+        mesh = self._layout.mesh
+        for path, x in jax.tree_util.tree_leaves_with_path(weights) if mesh is not None else ():
+            devices = x.devices() if isinstance(x, jax.Array) and x.committed else None
+            if devices not in (None, {*mesh.devices.flat}):
+                raise ValueError(
+                    f"pretrained.{keystr(path[1:])} is on {len(devices)} device(s), and the mesh "
+                    f"{dict(mesh.shape)} on {mesh.size}: load the model there, by "
+                    "zoo.load(…, mesh=…); a run's mesh is run.mesh"
+                )
 
 
 def without_frozen(state: TrainState, trainable: Trainable | None) -> TrainState:
