@@ -256,11 +256,11 @@ HEAD = """HloModule m, is_scheduled=true, num_partitions=2
 SECONDS = {"product": 12e-3, "copy": 8e-3, "gather": 4e6 / 0.25e9}  # the product is bound by memory
 
 
-def timed(body, head=HEAD, kernels=None, chip=CHIP):
+def timed(body, head=HEAD, kernels=None, chip=CHIP, products=1.0):
     text = head + "ENTRY %main (p: f32[1000,1000]) -> f32[1000,1000] {\n"
     text += "  %p = f32[1000,1000] parameter(0)\n" + body + "}\n"
     where = dataclasses.replace(LINE, chip=chip)
-    return roofline.times(hlo.read(text), where, kernels or {})
+    return roofline.times(hlo.read(text), where, kernels or {}, products)
 
 
 GROUPS = "channel_id=1, replica_groups={{0,1}}, dimensions={0}\n"
@@ -377,5 +377,13 @@ def test_kernels_take_their_time_where_they_are_called():
     assert flash.compute == pytest.approx(1 / 0.69)
     unknown = dataclasses.replace(CHIP, name="h100")
     assert roofline.flash_share("splash_mha_fwd", unknown) == 1
+    assert roofline.flash_share("gmm", CHIP) is None
+    # Other kernels, and products, execute theirs at the share that is measured of products.
+    flash = timed("", kernels={"splash_mha_fwd": (1e12, 1.0), "gmm": (1e12, 1.0)}, products=0.5)
+    assert flash.compute == pytest.approx(1 / 0.69 + 2)
+    fast = dataclasses.replace(CHIP, bandwidth=1e15)
+    at_peak = timed(PRODUCT, chip=fast)
+    assert at_peak.compute > 0
+    assert timed(PRODUCT, chip=fast, products=0.5).compute == pytest.approx(2 * at_peak.compute)
     # One that the program does not name is not forgotten.
     assert timed(PRODUCT, kernels=kernels).memory == pytest.approx(0.05 + SECONDS["product"])

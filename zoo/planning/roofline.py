@@ -4,14 +4,15 @@ There are two bounds. That of full overlap takes all products, all of the memory
 transfers as if the others were hidden behind the longest of them: no program on the chip is faster.
 That by instruction (`times`) takes instruction after instruction, in the order of the compiled
 program, overlaps what the compiler does, and nothing else: this program is not faster. It has flash
-kernels at the share of the peak that published runs reach (`FLASH`), and all else at the peaks.
+kernels at the share of the peak that published runs reach, and all else at the peaks. What is to be
+expected (`Roofline.expected`) has other products at the share that is measured of them, too.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from zoo.planning import collectives, costs, hlo
 from zoo.planning.collectives import Topology, Transfer
@@ -19,9 +20,24 @@ from zoo.planning.hlo import Instruction, Program, Visit
 from zoo.planning.job import Estimate
 from zoo.training.chips import Chip
 
-# The share of a chip's peak at which it executes the FLOPs of a flash kernel, by published runs of
-# MaxText with heads of 128. A chip without a number takes its peak.
+
+class Efficiency(NamedTuple):
+    """The shares of its peak that a chip reaches, as others have measured them; 1 where nobody has.
+
+    Of small products, sorts, scatters and collectives no measurement is public.
+    """
+
+    products: float = 1.0
+    """Of products of at least 4,096 in each size, in bf16."""
+    flash: float = 1.0
+    """Of the FLOPs that flash kernels execute, with heads of 128."""
+
+
+# Products. v6e: 8,192 in each size take 1.511 ms on the device, 728 TFLOP/s (tpu/v7_perf of
+# yangwhale/gpu-tpu-pedia, 6744fee). tpu7x: 950 TFLOP/s of its 1,153.5 at 16,384, 893 at 4,096, and
+# 679 at 2,048 (Ironwood's readme in AI-Hypercomputer/accelerator-microbenchmarks, 0ddd4b8).
 #
+# Flash kernels, by published runs of MaxText.
 # tpu7x: two runs of Llama 3.1 70B on 256 chips in bf16 (training/ironwood/README.md of tpu-recipes,
 # c8cfe2f): 2,670.55 tokens/s per chip in rows of 8,192 and 963.03 in rows of 131,072. The
 # difference, 5.40 ns per token and position of its row, is taken for attention's, and its share for
@@ -30,7 +46,13 @@ from zoo.training.chips import Chip
 # v6e: by tpu7x, whose matrix units are as wide: 256, of which heads of 128 fill half.
 # v5p: fitted on Llama 3.1 8B in rows of 65,536 (benchmarks/results/2026-11-23-calibration.md), all
 # else at 1.05 of its bound, as Llama 2 70B is. v4, v5e: by v5p, whose units are 128 wide too.
-FLASH = {"v4": 0.69, "v5e": 0.69, "v5p": 0.69, "v6e": 0.37, "tpu7x": 0.37}
+EFFICIENCIES = {
+    "v4": Efficiency(flash=0.69),
+    "v5e": Efficiency(flash=0.69),
+    "v5p": Efficiency(flash=0.69),
+    "v6e": Efficiency(products=0.79, flash=0.37),
+    "tpu7x": Efficiency(products=0.82, flash=0.37),
+}
 
 
 @dataclass(frozen=True)
@@ -55,7 +77,12 @@ class Times:
         return Times(self.compute * times, self.memory * times, self.links * times)
 
 
-def times(program: Program, topology: Topology, kernels: dict[str, tuple[float, float]]) -> Times:
+def times(
+    program: Program,
+    topology: Topology,
+    kernels: dict[str, tuple[float, float]],
+    products: float = 1.0,
+) -> Times:
     """The least time of a step in which no instruction runs beside another one.
 
     Each instruction (a fusion, a kernel, a copy) takes its FLOPs at the chip's peak or its bytes at
@@ -65,10 +92,12 @@ def times(program: Program, topology: Topology, kernels: dict[str, tuple[float, 
     parts of fusions) moves while these run, behind what has the same links and was started earlier;
     its end waits for what is left.
 
-    `kernels` has the FLOPs and bytes of a device's Pallas kernels in a step, by their names.
+    `kernels` has the FLOPs and bytes of a device's Pallas kernels in a step, by their names, and
+    `products` is the share of the peak that products outside of flash kernels reach.
     """
     visits = [visit for visit in hlo.visits(program) if not visit.is_fused]
-    timer = _Timer(topology, kernels, visits, costs.parts_of_collectives(program))
+    parts = costs.parts_of_collectives(program)
+    timer = _Timer(topology, kernels, visits, parts, products)
     inner: dict[tuple[int, str], list[Times]] = defaultdict(list)
     total = Times()
     turns = {visit.scope: visit.times for visit in visits}
@@ -124,10 +153,12 @@ class _Timer:
         kernels: dict[str, tuple[float, float]],
         visits: list[Visit],
         parts: frozenset[str],
+        products: float,
     ):
         self.topology, self.chip, self.parts = topology, topology.chip, parts
+        self.products = products
         self.kernels = {
-            name: _times(self.chip, flops / flash_share(name, self.chip), moved)
+            name: _times(self.chip, flops / (flash_share(name, self.chip) or products), moved)
             for name, (flops, moved) in kernels.items()
         }
         self.calls: dict[str, int] = defaultdict(int)
@@ -199,9 +230,9 @@ class _Timer:
             return Times()  # its bytes go from memory to memory while they move
         return _times(
             self.chip,
-            costs.flops(instruction),
+            costs.flops(instruction) / self.products,
             costs.accessed(instruction, self.parts),
-            costs.flops(instruction, of="s8"),
+            costs.flops(instruction, of="s8") / self.products,
         )
 
     def _kernel(self, instruction: Instruction) -> str:
@@ -213,9 +244,14 @@ class _Timer:
 _STARTS = ("async-update", "send")
 
 
-def flash_share(kernel: str, chip: Chip) -> float:
-    """The share of a chip's peak that a kernel reaches."""
-    return FLASH.get(chip.name, 1.0) if kernel.startswith("splash") else 1.0
+def flash_share(kernel: str, chip: Chip) -> float | None:
+    """The share of a chip's peak that a flash kernel reaches; None of any other kernel."""
+    return efficiency(chip).flash if kernel.startswith("splash") else None
+
+
+def efficiency(chip: Chip) -> Efficiency:
+    """What is measured of a chip."""
+    return EFFICIENCIES.get(chip.name, Efficiency())
 
 
 def _times(chip: Chip, flops: float, moved: float, int8: float = 0.0) -> Times:
@@ -236,6 +272,8 @@ class Roofline:
     interconnect: float
     by_op: Times
     """Of each instruction after the other, with no more at once than the program has."""
+    expected: Times
+    """The same, with products at the share of the peak that is measured of them."""
 
     @property
     def bound(self) -> Bound:
@@ -255,9 +293,15 @@ def roofline(estimate: Estimate) -> Roofline | None:
         return None
     if topology.num_slices > 1 and chip.network is None:
         return None
+    program = hlo.read(estimate.text)
+    by_op, expected = (
+        times(program, topology, estimate.kernels, share)
+        for share in (1.0, efficiency(chip).products)
+    )
     return Roofline(
         compute=chip.seconds(estimate.flops, estimate.int8_flops) / estimate.num_devices,
         memory=estimate.traffic / chip.bandwidth,
         interconnect=sum(c.times * topology.transfer(c).seconds for c in estimate.collectives),
-        by_op=times(hlo.read(estimate.text), topology, estimate.kernels),
+        by_op=by_op,
+        expected=expected,
     )
