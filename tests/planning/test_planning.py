@@ -873,9 +873,11 @@ def test_the_command_plans_vision_transformers(capsys, monkeypatch):
     monkeypatch.setattr(
         command, "fastest", lambda these, job, target: (found.extend(these), (estimate, ""))[1]
     )
-    command.search(config, model, targets.prepare("h100:8"))
+    gpus = targets.prepare("h100:8")
+    command.search(config, model, gpus)
     assert {"tensor" in each.mesh for each in found} == {True, False}
-    assert not any("context" in each.mesh for each in found)  # of 17 tokens
+    products = 16 * transformer.num_flops_per_image(small) / (8 * gpus.chip.flops)
+    assert [each.compute for each in found] == pytest.approx([products] * len(found))
 
 
 def test_a_plan_has_one_total_and_a_verdict_against_the_card(capsys, monkeypatch):
