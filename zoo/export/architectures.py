@@ -139,6 +139,7 @@ def _surplus(target: Target, config: Config) -> dict[str, Any]:
         "positions.pattern": config.positions.kind != "rotary" or placed == rotating,
         "positions.local_theta": config.positions.local_theta is None or target.windows,
         "positions.scaling.short_factors": not scaling.short_factors or target.name == "phi3",
+        "positions.scaling.query_growth": scaling.query_growth == 0,
         "attention.scale": target.factors == "granite"
         or abs((1.0 if scale is None else scale) / usual - 1) < 1e-6,
         # llama.cpp knows the models without it by their number of layers.

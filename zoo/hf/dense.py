@@ -18,7 +18,7 @@ from zoo.hf.llamas import (
     side_by_side,
 )
 from zoo.hf.mambas import FACTORS
-from zoo.hf.rotary import Rotary
+from zoo.hf.rotary import GivenRotary, Rotary
 from zoo.hf.rules import (
     Choice,
     Computed,
@@ -174,6 +174,31 @@ MINISTRAL = decoder(
     model_type="ministral",
     architecture="MinistralForCausalLM",
     rules=(*common(Rotary(max_seq_len=131072), kv_heads=8), LayerTypes(period=None)),
+)
+APERTUS = decoder(
+    model_type="apertus",
+    architecture="ApertusForCausalLM",
+    rules=(
+        *common(
+            GivenRotary(theta=12_000_000.0, max_seq_len=65536),
+            Choice("hidden_act", "mlp", {"xielu": "xielu"}, "xielu"),
+            eps=1e-5,
+            head_dim="derived",
+        ),
+        BIASES,
+    ),
+    always={"attention.qk_norm": "per_head"},
+    tensors=DENSE
+    | layer(
+        """
+        blocks.attention_norm.scale     attention_layernorm.weight
+        blocks.mlp_norm.scale           feedforward_layernorm.weight
+        blocks.mlp.activation.positive  mlp.act_fn.alpha_p  1
+        blocks.mlp.activation.negative  mlp.act_fn.alpha_n  1
+        blocks.mlp.activation.slope     mlp.act_fn.beta
+        blocks.mlp.activation.bound     mlp.act_fn.eps
+        """
+    ),
 )
 STARCODER2 = decoder(
     model_type="starcoder2",

@@ -18,7 +18,7 @@ from zoo.hf.llamas import (
     layer,
 )
 from zoo.hf.mambas import FACTORS, GRANITE_EXPERTS
-from zoo.hf.rotary import Rotary
+from zoo.hf.rotary import GivenRotary, Rotary
 from zoo.hf.rules import (
     Choice,
     Fields,
@@ -87,16 +87,6 @@ class Span(FirstDense):
     def write(self, config: Any) -> dict[str, Any]:
         span = {"moe_layer_interval": config.experts.interval}
         return super().write(config) | span | {"moe_layer_end_index": config.num_layers - 1}
-
-
-@dataclass(frozen=True)
-class GivenRotary(Rotary):
-    """Rotary positions that a file has to give, as their default is no plain one."""
-
-    def read(self, fields: Fields) -> dict[str, Any]:
-        if not (fields.values.get("rope_scaling") or fields.values.get("rope_parameters")):
-            raise fields.refusal("has neither rope_scaling nor rope_parameters: add what was meant")
-        return super().read(fields)
 
 
 DENSE_MLP = layer(

@@ -1,4 +1,4 @@
-"""The model types of GPT-2 and its first open followers: GPT-NeoX, GPT-J, CodeGen, and others.
+"""The model types of GPT-2 and its first open followers: GPT-NeoX, GPT-J, OPT, and others.
 
 GPT-2 has weights as [in, out], and queries, keys and values side by side.
 """
@@ -13,7 +13,7 @@ import numpy as np
 
 from zoo import transformer
 from zoo.hf.layouts import table
-from zoo.hf.llamas import PAIRS, decoder, side_by_side
+from zoo.hf.llamas import PAIRS, Derived, decoder, side_by_side
 from zoo.hf.rotary import Rotary
 from zoo.hf.rules import Choice, Computed, Each, Fields, Fixed, Rule, same, shortest, words
 
@@ -275,4 +275,47 @@ FALCON = decoder(
         "apply_residual_connection_post_layernorm hidden_dropout num_kv_heads "
         "num_ln_in_parallel_attn"
     ),
+)
+OPT = decoder(
+    "opt",
+    "OPTForCausalLM",
+    rules=(
+        *same(
+            """vocab_size=vocab_size hidden_size=d_model num_hidden_layers=num_layers ffn_dim=d_ff
+            num_attention_heads=num_heads max_position_embeddings=max_seq_len:2048
+            tie_word_embeddings=tie_embeddings:True"""
+        ),
+        Choice("activation_function", "mlp", {"relu": "relu", **GELUS}, "relu"),
+        Each("enable_bias", "attention.qkv_bias attention.out_bias mlp_bias", True),
+        Derived("word_embed_proj_dim", over=""),
+        Fixed("do_layer_norm_before", True),
+        Fixed("_remove_final_layer_norm", False),
+        Fixed("layer_norm_elementwise_affine", True),
+    ),
+    # The first two rows of the table are no position's.
+    always={
+        **NORMS,
+        "residual.norm_eps": 1e-5,
+        "positions.kind": "learned",
+        "encoder.position_offset": 2,
+    },
+    tensors=table(
+        """
+        embedding.weight             {prefix}embed_tokens.weight
+        position_embedding.weight    {prefix}embed_positions.weight
+        final_norm.scale             {prefix}final_layer_norm.*
+        head.weight                  lm_head.weight
+        blocks.attention_norm.scale  self_attn_layer_norm.*
+        blocks.attention.wq          self_attn.q_proj.*
+        blocks.attention.wk          self_attn.k_proj.*
+        blocks.attention.wv          self_attn.v_proj.*
+        blocks.attention.wo          self_attn.out_proj.*
+        blocks.mlp_norm.scale        final_layer_norm.*
+        blocks.mlp.w_up              fc1.*
+        blocks.mlp.w_down            fc2.*
+        """,
+        layer="{prefix}layers.{layer}.",
+    ),
+    prefixes=("model.decoder.", "decoder.", ""),
+    ignored=words("dropout init_std layerdrop"),
 )

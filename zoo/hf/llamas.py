@@ -22,14 +22,15 @@ ONLY_SILU = Choice("hidden_act", "mlp", {"silu": "swiglu"}, "silu")
 
 @dataclass(frozen=True)
 class Derived(Rule):
-    """The size of heads that have their share of the width, whatever `head_dim` says."""
+    """A size that is that of the residual stream over a number: no other is supported."""
+
+    theirs: str = "head_dim"
+    over: str = "num_attention_heads"
 
     def read(self, fields: Fields) -> dict[str, Any]:
-        size = fields.values.get("hidden_size", 0) // (
-            fields.values.get("num_attention_heads") or 1
-        )
-        if (given := fields.take("head_dim", None)) not in (None, size):
-            raise fields.refusal(f"head_dim={given!r} is not supported, only {size}")
+        size = fields.values.get("hidden_size", 0) // (fields.values.get(self.over) or 1)
+        if (given := fields.take(self.theirs, None)) not in (None, size):
+            raise fields.refusal(f"{self.theirs}={given!r} is not supported, only {size}")
         return {}
 
     def write(self, config: Any) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """The model types: Llama and the closest to it, and all others, by name."""
 
+from dataclasses import replace
+
 from zoo.hf import deepseek, delta_nets, dense, encoders, experts, gpts, mambas, vits
 from zoo.hf.dense import BIASES
 from zoo.hf.experts import DENSE_MLP, INTERVAL
@@ -15,7 +17,7 @@ from zoo.hf.llamas import (
     decoder,
     sizes,
 )
-from zoo.hf.rotary import Rotary
+from zoo.hf.rotary import GivenRotary, Rotary
 from zoo.hf.rules import Choice, Computed, Fixed, LayerTypes, OptionalLayerTypes, Rule, Same
 
 # The part for text of a whole model, in the names of newer and of older versions.
@@ -45,6 +47,20 @@ MISTRAL = decoder(
     prefixes=OF_WHOLE_PREFIXES,
     within="mistral3",
     left_out=VISION,
+)
+MINISTRAL3 = replace(
+    MISTRAL,
+    model_type="ministral3",
+    architecture="Ministral3ForCausalLM",
+    rules=(
+        *common(
+            GivenRotary(theta=1_000_000.0, max_seq_len=262144, grows=True),
+            eps=1e-5,
+            kv_heads=8,
+            head_dim=128,
+        ),
+        Same("sliding_window", "attention.window", None),
+    ),
 )
 QWEN2 = decoder(
     model_type="qwen2",
@@ -175,17 +191,15 @@ QWEN3_MOE = decoder(
 REFUSED = {
     "phimoe": "experts are chosen, and weighted, by a threshold on the distances of their scores "
     "(sparsemixer)",
-    "apertus": "an activation has parameters of its own (xIELU)",
     "bloom": "attention falls off with the distance (ALiBi)",
     "falcon_h1": "a layer has attention and Mamba-2 side by side",
     "hunyuan_v1_dense": "queries and keys are normed after their rotation",
     "lfm2": "layers mix positions by short gated convolutions",
-    "ministral3": "queries grow with the logarithm of their position",
+    "llama4_text": "the input of experts is weighed, not their output, and attention is in chunks",
     "mpt": "attention falls off with the distance (ALiBi)",
     "nemotron_h": "a layer is a mixer or an MLP alone",
     "siglip2_vision_model": "images of several sizes share a batch, as patches with a mask "
     "(NaFlex; SigLIP 2 of one size is a siglip_vision_model)",
-    "opt": "a table of positions begins with two rows that no position has",
 }
 
 # `family_of` prefers the first of the families that fit: those here, then lineage after lineage.

@@ -4,7 +4,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from zoo.common import configuration
@@ -25,6 +25,7 @@ _SCALINGS: Mapping[str, Mapping[str, str]] = {
     "longrope": _FACTORS_EACH | _ORIGINAL | {"attention_factor": "attention_factor"},
 }
 _OF_TEXT = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
+_GROWTH = "llama_4_scaling_beta"
 _FACTORS = ("attention_factor", "factor", "partial_rotary_factor")  # of no effect if they are 1
 
 
@@ -112,6 +113,7 @@ class Rotary(Rule):
     are written: version 5 of transformers keeps to the new one, and those before know only the old.
     `fraction` is the default of the share of a head's features that rotates, where it may be less
     than one. Text has one position per token, so that what is said of three makes no difference.
+    If it `grows`, queries do by the parameter of Llama 4, and the longest text may be said twice.
     """
 
     theta: float = 10_000.0
@@ -121,6 +123,7 @@ class Rotary(Rule):
     theta_name: str = "rope_theta"
     fraction_name: str = "partial_rotary_factor"
     local_name: str = "rope_local_base_freq"
+    grows: bool = False
 
     def read(self, fields: Fields) -> dict[str, Any]:
         length = fields.take("max_position_embeddings", self.max_seq_len)
@@ -134,6 +137,14 @@ class Rotary(Rule):
             old, new = ({k: v for k, v in x.items() if k not in _OF_TEXT} for x in (old, new))
             factors = [x for x in factors if x is not None] or [self.fraction]
             found["positions.rotary_fraction"] = _agreed(fields, "partial_rotary_factor", factors)
+        growths = [0.0]
+        if self.grows:
+            again = "max_position_embeddings"
+            _agreed(fields, again, [length, *(x[again] for x in (old, new) if again in x)])
+            growths = [x.get(_GROWTH, 0.0) for x in (old, new) if x] or growths
+            old, new = (
+                {k: v for k, v in x.items() if k not in (_GROWTH, again)} for x in (old, new)
+            )
         if self.local is not None:
             local = new.get("sliding_attention") or {}
             if _take_scaling(fields, local, length) != RopeScaling():
@@ -149,11 +160,15 @@ class Rotary(Rule):
         given = (old or new, new or old)
         found["positions.theta"] = _take_theta(fields, self.theta_name, self.theta, *given)
         scalings = [_take_scaling(fields, parameters, length) for parameters in given]
-        found["positions.scaling"] = _agreed(fields, "rope_scaling and rope_parameters", scalings)
+        scaling = _agreed(fields, "rope_scaling and rope_parameters", scalings)
+        growth = float(_agreed(fields, _GROWTH, growths))
+        found["positions.scaling"] = replace(scaling, query_growth=growth)
         return found
 
     def write(self, config: Any) -> dict[str, Any]:
         theta, scaling = config.positions.theta, _write_scaling(config.positions.scaling)
+        if self.grows:
+            scaling = (scaling or {}) | {_GROWTH: config.positions.scaling.query_growth}
         new = {**(scaling or {"rope_type": "default"}), "rope_theta": theta}
         values = {
             "max_position_embeddings": config.max_seq_len,
@@ -174,3 +189,13 @@ class Rotary(Rule):
         if self.local != "theta":
             values[self.local_name] = local
         return values | {"rope_parameters": kinds}
+
+
+@dataclass(frozen=True)
+class GivenRotary(Rotary):
+    """Rotary positions that a file has to give, as their default is no plain one."""
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        if not (fields.values.get("rope_scaling") or fields.values.get("rope_parameters")):
+            raise fields.refusal("has neither rope_scaling nor rope_parameters: add what was meant")
+        return super().read(fields)

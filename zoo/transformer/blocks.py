@@ -38,7 +38,7 @@ from zoo.transformer.config import Config
 from zoo.transformer.latent import LatentAttention
 from zoo.transformer.moe import MoE
 from zoo.transformer.part_configs import AttentionConfig
-from zoo.transformer.rotary import Rotary, rotate
+from zoo.transformer.rotary import Rotary, rotate, rotate_queries
 
 # `attention`, or a function in its place where keys and values are kept.
 Attend = Callable[..., Float[Array, "batch seq heads head_dim"]]
@@ -126,7 +126,7 @@ class Attention(eqx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_BTNH, k_BTKH = _norm_heads(self.q_norm, q_BTNH), _norm_heads(self.k_norm, k_BTKH)
         if rotary is not None:
-            q_BTNH, k_BTKH = rotate(q_BTNH, rotary), rotate(k_BTKH, rotary)
+            q_BTNH, k_BTKH = rotate_queries(q_BTNH, rotary), rotate(k_BTKH, rotary)
         out_BTNH = attend(
             named(constrain(q_BTNH, "batch", "inner_seq", "heads", "head_dim"), "query"),
             named(constrain(k_BTKH, "batch", "inner_seq", "kv_heads", "head_dim"), "key"),
@@ -157,6 +157,31 @@ def _norm_heads(
     return norm(x_BTNH.reshape(*x_BTNH.shape[:2], -1)).reshape(x_BTNH.shape)
 
 
+class XIELU(eqx.Module):
+    """An activation of which two factors are learned (Huang & Schlag 2024, xIELU).
+
+    The slope at zero and the bound of the exponential are as stored, and have no gradient.
+    """
+
+    positive: Float[Array, ""]
+    negative: Float[Array, ""]
+    slope: Float[Array, ""]
+    bound: Float[Array, ""]
+
+    def __init__(self) -> None:
+        self.slope, self.bound = jnp.float32(0.5), jnp.float32(-1e-6)
+        self.positive, self.negative = (jnp.log(jnp.expm1(jnp.float32(x))) for x in (0.8, 0.3))
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """A parabola above zero, and an exponential with its tangent below; in fp32 inside."""
+        x32, positive, negative = (y.astype(jnp.float32) for y in (x, self.positive, self.negative))
+        slope, bound = jax.lax.stop_gradient((self.slope, self.bound))
+        above = jax.nn.softplus(positive) * jnp.square(x32)
+        below = jnp.expm1(jnp.minimum(x32, bound.astype(jnp.float32))) - x32
+        below = below * (slope.astype(jnp.float32) + jax.nn.softplus(negative))
+        return (jnp.where(x32 > 0, above, below) + slope.astype(jnp.float32) * x32).astype(x.dtype)
+
+
 class MLP(eqx.Module):
     """The feed-forward part, gated (Shazeer 2020) or plain."""
 
@@ -165,6 +190,7 @@ class MLP(eqx.Module):
     w_down: Float[Array, "mlp embed"] | Operand
     b_up: Float[Array, "mlp"] | None
     b_down: Float[Array, "embed"] | None
+    activation: XIELU | None
     kind: str = eqx.field(static=True)
 
     def __init__(self, config: Config, *, key: Key[Array, ""]):
@@ -176,13 +202,14 @@ class MLP(eqx.Module):
         bias = config.bias or config.mlp_bias
         self.b_up = jnp.zeros(hidden) if bias else None
         self.b_down = jnp.zeros(embed) if bias else None
+        self.activation = XIELU() if config.mlp == "xielu" else None
         self.kind = config.mlp
 
     def __call__(self, x_BTE: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
         """Map each position on its own."""
         hidden = named(add_bias(matmul(x_BTE, self.w_up), self.b_up), "mlp_hidden")
         if self.w_gate is None:
-            hidden = ACTIVATIONS[self.kind](hidden)
+            hidden = (self.activation or ACTIVATIONS[self.kind])(hidden)
         else:
             hidden = gated(self.kind, named(matmul(x_BTE, self.w_gate), "mlp_hidden"), hidden)
         hidden = constrain(hidden, "batch", "inner_seq", "mlp")

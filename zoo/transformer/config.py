@@ -37,9 +37,10 @@ class Config:
     """Query heads per layer."""
     d_ff: int | None = None
     """Hidden width of the MLP; 4 d_model if not given, and 8/3 of it (rounded up) when gated."""
-    mlp: MLPKind | Literal["none"] = "swiglu"
+    mlp: MLPKind | Literal["xielu", "none"] = "swiglu"
     """Kind of MLP: gated by SiLU (swiglu; swiglu_clamped of gpt-oss has bounds), gated by GELU
-    (geglu), or plain, with that activation; with none a layer is its mixer alone (Mamba-2)."""
+    (geglu), or plain, with that activation (xielu learns its own, Apertus); with none a layer is
+    its mixer alone (Mamba-2)."""
     bias: bool = False
     """Biases in the projections of attention, MLPs and routers (and in LayerNorm)."""
     mlp_bias: bool = False

@@ -20,7 +20,7 @@ from zoo.nn.remat import named
 from zoo.sharding import constrain
 from zoo.transformer.config import Config
 from zoo.transformer.part_configs import AttentionConfig
-from zoo.transformer.rotary import Rotary, rotate
+from zoo.transformer.rotary import Rotary, rotate, rotate_queries
 
 _EPS = 1e-6  # of the norms of latent vectors in DeepSeek's models, whatever that of the others is
 
@@ -95,7 +95,7 @@ class LatentAttention(eqx.Module):
         c_BTC = self.kv_norm(matmul(x_BTE, self.w_down))
         r_BT1R = matmul(x_BTE, self.w_rotary)[:, :, None]
         if rotary is not None:
-            q_BTNH, r_BT1R = rotate(q_BTNH, rotary), rotate(r_BT1R, rotary)
+            q_BTNH, r_BT1R = rotate_queries(q_BTNH, rotary), rotate(r_BT1R, rotary)
         q_BTNH = named(constrain(q_BTNH, "batch", "inner_seq", "heads", "head_dim"), "query")
         options: dict[str, Any] = {"segment_ids": segment_ids, "window": window}
         options |= {"soft_cap": self.config.soft_cap, "scale": self.scale, "sinks": None}

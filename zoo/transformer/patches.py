@@ -67,4 +67,5 @@ def rotary_of_patches(
     angles = (2 * np.pi * places * frequency).reshape(len(places), -1)
     angles = np.concatenate([np.zeros((num_prefix, angles.shape[1])), angles])
     cos, sin = (f(angles)[None].astype(np.float32) for f in (np.cos, np.sin))
-    return jnp.asarray(np.concatenate([cos, cos], -1)), jnp.asarray(np.concatenate([-sin, sin], -1))
+    tables = np.concatenate([cos, cos], -1), np.concatenate([-sin, sin], -1)
+    return Rotary(*map(jnp.asarray, tables))

@@ -5,7 +5,7 @@ Legend of suffixes: as in `zoo.transformer.blocks`.
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -14,7 +14,13 @@ from zoo.common import configuration
 from zoo.common.configuration import require
 from zoo.nn.layers import times
 
-Rotary = tuple[Float[Array, "#batch seq rotating"], Float[Array, "#batch seq rotating"]]
+
+class Rotary(NamedTuple):
+    """The cosines and signed sines of positions, and a factor of their queries, in fp32."""
+
+    cos: Float[Array, "#batch seq rotating"]
+    sin: Float[Array, "#batch seq rotating"]
+    growth: Float[Array, "#batch seq"] | None = None
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,9 @@ class RopeScaling:
     """The same in rows with a position beyond the original length."""
     attention_factor: float = 1.0
     """Factor of what is rotated, of queries and of keys (YaRN and LongRoPE)."""
+    query_growth: float = 0.0
+    """Queries are 1 + this · log(1 + n) times as large behind n original lengths (Llama 4,
+    Ministral 3)."""
 
     def __post_init__(self) -> None:
         configuration.check(self, "positions.scaling.")
@@ -65,6 +74,10 @@ class RopeScaling:
             f"positions.scaling has {' and '.join(given)}: give all of {', '.join(waves)}, or none",
         )
         require(
+            self.query_growth == 0 or self.original_max_seq_len is not None,
+            f"positions.scaling.query_growth={self.query_growth}: needs original_max_seq_len",
+        )
+        require(
             self.ramp == "llama3" or len(given) == 3,
             f"positions.scaling.ramp={self.ramp!r}: needs {', '.join(waves)}",
         )
@@ -72,7 +85,8 @@ class RopeScaling:
     @property
     def is_none(self) -> bool:
         """Whether nothing is stretched."""
-        return self.factor == self.attention_factor == 1 and not self.short_factors
+        scales = self.factor, self.attention_factor, 1 + self.query_growth
+        return scales == (1, 1, 1) and not self.short_factors
 
     def stretch(
         self,
@@ -155,8 +169,8 @@ def rotary_tables(
     head_dim: int,
     theta: float,
     scaling: RopeScaling | None = None,
-) -> tuple[Float[Array, "batch seq head_dim"], Float[Array, "batch seq head_dim"]]:
-    """The cosines and signed sines of rotary positions (Su et al. 2021), for `rotate`, in fp32."""
+) -> Rotary:
+    """The tables of rotary positions (Su et al. 2021), for `rotate`."""
     frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if scaling is not None:
         frequency = scaling.stretch(frequency, theta, positions)
@@ -165,21 +179,35 @@ def rotary_tables(
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if scaling is not None:
         cos, sin = times(cos, scaling.attention_factor), times(sin, scaling.attention_factor)
-    return jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
+    tables = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
+    if scaling is None or scaling.original_max_seq_len is None or scaling.query_growth == 0:
+        return Rotary(*tables)
+    lengths = (positions // scaling.original_max_seq_len).astype(jnp.float32)
+    return Rotary(*tables, 1 + scaling.query_growth * jnp.log1p(lengths))
 
 
 def rotate(
     x_BTNH: Float[Array, "batch seq heads head_dim"],
-    tables: Rotary,
+    rotary: Rotary,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """Rotate each half-split pair of a head's features by its position's angle, in fp32.
 
     Tables of fewer features are for the first ones; the others stay.
     """
-    size = tables[0].shape[-1]
+    size = rotary.cos.shape[-1]
     if size < x_BTNH.shape[-1]:
-        return jnp.concatenate([rotate(x_BTNH[..., :size], tables), x_BTNH[..., size:]], axis=-1)
-    cos, sin = (table[:, :, None, :] for table in tables)
+        return jnp.concatenate([rotate(x_BTNH[..., :size], rotary), x_BTNH[..., size:]], axis=-1)
+    cos, sin = rotary.cos[:, :, None, :], rotary.sin[:, :, None, :]
     x32 = x_BTNH.astype(jnp.float32)
     # A roll, not a split and a concatenation: one pass over x.
     return (x32 * cos + jnp.roll(x32, x32.shape[-1] // 2, axis=-1) * sin).astype(x_BTNH.dtype)
+
+
+def rotate_queries(
+    q_BTNH: Float[Array, "batch seq heads head_dim"], rotary: Rotary
+) -> Float[Array, "batch seq heads head_dim"]:
+    """`rotate` for queries, which may grow with their positions."""
+    q_BTNH = rotate(q_BTNH, rotary)
+    if rotary.growth is None:
+        return q_BTNH
+    return (q_BTNH.astype(jnp.float32) * rotary.growth[:, :, None, None]).astype(q_BTNH.dtype)
