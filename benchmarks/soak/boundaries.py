@@ -34,11 +34,14 @@ from zoo.training.compiled import CompiledStep
 STEPS = 4
 COMMON = (
     f"--steps={STEPS} --log-every=1 --eval-every=2 --eval-batches=1 --checkpoint-every=2 "
-    "--sample-tokens=2 --compilation-cache=None --optimizer.name=adamw --data.batch-size=8"
+    "--compilation-cache=None --optimizer.name=adamw --data.batch-size=8"
 )
-TEXT = "--data.files={place}/corpus/*.txt --data.cache={run}/cache --data.seq-len=32"
-PAIRS = "--data.files={place}/pairs.jsonl --data.format=preferences --data.buckets 32"
+SAMPLES = "--sample-tokens=2"
+TEXT = f"--data.files={{place}}/corpus/*.txt --data.cache={{run}}/cache --data.seq-len=32 {SAMPLES}"
+PAIRS = f"--data.files={{place}}/pairs.jsonl --data.format=preferences --data.buckets 32 {SAMPLES}"
 LABELS = "--data.files={place}/labelled.jsonl --data.cache={run}/cache --data.rows=bucketed"
+PROMPTS = "--data.files={place}/pairs.jsonl --data.max-prompt-tokens=8 --data.held-out=0.3"
+ANSWERS = "--group-size=4 --max-new-tokens=8 --eval-samples=2 --updates=2 --reward-workers=1"
 BASE = "--model={place}/base"
 STUDENT = "--model.num-layers=1 --model.d-model=16 --model.dropout=0.1"
 NEW = "--data.tokenizer=bytes --model.d-model=32 --model.num-heads=2"
@@ -60,6 +63,7 @@ KINDS = {
         f"finetune {LABELS} --data.buckets 32 --label=label --keep-best=eval_loss --method=full "
         + BASE
     ),
+    "rewards": f"reinforce {PROMPTS} {ANSWERS} {BASE} --reward=benchmarks.soak.process:spread",
 }
 
 # The functions of a moment, by the modules that call them.
@@ -70,8 +74,10 @@ MOMENTS = {
         "zoo.tasks.language:read_text",
         "zoo.tasks.finetuning:read_text",
         "zoo.alignment.distillation:read_text",
+        "zoo.alignment.reinforcement:read_prompts",
     ),
     "loading the base": ("zoo.publishing.models:load",),
+    "asking for rewards": ("zoo.alignment.answers:Answers.rewards",),
     "the reference's pass": ("zoo.alignment.preferences:reference_log_probabilities",),
     "compiling the step": ("zoo.runs.loop:_compile",),
     "evaluation": ("zoo.runs.recorder:Recorder.evaluation",),
@@ -89,7 +95,8 @@ MOMENTS = {
 }
 TRACEBACK = "it ended in a traceback"
 RAISED = "the exception was a"
-SPEEDS = {"tokens_per_second", "examples_per_second", "mfu"}
+SPEEDS = {"tokens_per_second", "examples_per_second", "mfu", "rewards_per_second"}
+SPEEDS |= {"rollout_tokens_per_second", "update_tokens_per_second"}
 Target = tuple[str, int] | None  # a boundary, and which one of its occurrences in a process
 
 
@@ -185,6 +192,8 @@ def difference(run: Path, straight: Path) -> str:
         found_files, wanted_files = (files(each / "run" / name) for each in (run, straight))
         if unlike := {file for file, _ in found_files.items() ^ wanted_files.items()}:
             return f"{name}/ differs in {sorted(unlike)}"
+    if files(run / "run", "samples.jsonl") != files(straight / "run", "samples.jsonl"):
+        return "samples.jsonl differs"
     if (found_end := printed_end(run)) != (wanted_end := printed_end(straight)):
         return f"the end printed {found_end!r} instead of {wanted_end!r}"
     names = {path.name for path in (run / "run").rglob("*")}
@@ -192,9 +201,9 @@ def difference(run: Path, straight: Path) -> str:
     return f"left behind: {left}" if left else ""
 
 
-def files(folder: Path) -> dict[str, bytes]:
+def files(folder: Path, names: str = "*") -> dict[str, bytes]:
     """The content of each file of a folder, by name; none if there is no folder."""
-    found = (path for path in folder.rglob("*") if path.is_file())
+    found = (path for path in folder.rglob(names) if path.is_file())
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
 
 

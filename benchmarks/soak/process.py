@@ -37,6 +37,11 @@ _context.set_forkserver_preload(
 )
 
 
+def spread(prompt: str, answer: str, row: dict[str, str]) -> float:
+    """A reward of answers, by the letters that they have."""
+    return len({*answer}) / 8
+
+
 class HangError(Exception):
     """A process that does not end."""
 

@@ -29,6 +29,7 @@ from zoo.alignment.policy import PolicyLoss
 from zoo.alignment.rewards import Reward
 from zoo.data.tokenizer import ByteTokenizer
 from zoo.nn.stateful import cast
+from zoo.runs.metrics import read_metrics
 from zoo.runs.processes import RunError
 
 __all__ = ["shared"]
@@ -126,6 +127,11 @@ def test_no_reward_changes_nothing(folder, tmp_path):
     lines = [line for line in metrics(tmp_path / "run") if "loss" in line]
     assert [line["groups_without_spread"] for line in lines] == [1.0, 1.0]
     assert [line["grad_norm"] for line in lines] == [0.0, 0.0]
+    speeds = ("rollout_tokens_per_second", "update_tokens_per_second", "rewards_per_second")
+    whole = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    found = [line[name] for line in whole if "loss" in line for name in speeds]
+    assert len(found) == 6
+    assert min(found) > 0
 
 
 def test_rewards_are_learnt_from(folder, tmp_path, capsys):
@@ -228,6 +234,13 @@ def test_rewards_are_written_down_before_they_are_used(folder, tmp_path, monkeyp
             assert answers.rewards(8, items) == [Reward({"": 9.0})] * 2
     lines = [json.loads(x) for x in (tmp_path / "run" / "samples.jsonl").open()]
     assert [line["step"] for line in lines] == [7, 7, 8]
+
+
+def test_a_plan_counts_the_tokens_of_all_answers(folder, tmp_path, capsys):
+    """Of two prompts with four answers each, in rows of 32."""
+    with pytest.raises(SystemExit):
+        train(folder, tmp_path / "run", plan="cpu:1")
+    assert " 256 tokens per step" in capsys.readouterr().out
 
 
 def test_puzzles_are_there_without_files(folder, tmp_path):

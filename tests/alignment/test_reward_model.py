@@ -2,9 +2,11 @@ import dataclasses
 import json
 from pathlib import Path
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from prepared_parts import corpus_of, rows_in
 from recipe_cases import write_base
@@ -14,11 +16,15 @@ from recipes import finetune
 from zoo import preferences, rnn, transformer
 from zoo.alignment.reward_model import _scores
 from zoo.data.tokenizer import ByteTokenizer
-from zoo.runs.metrics import read_metrics
+from zoo.runs.metrics import MetricsLog, read_metrics
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "preferences.json"
 KEY = jax.random.key(0)
 PAIRS = [("ab", "c", "defg"), ("h", "ijkl", "m"), ("nop", "q", "rs"), ("", "tu", "vwx")]
+
+
+class KilledError(BaseException):
+    pass
 
 
 def write_pairs(path, pairs):
@@ -90,19 +96,72 @@ def test_other_models_and_batches_are_refused(batch):
         dataclasses.replace(finetune.Config(), objective="reward", beta=0.2)
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
-def test_a_reward_model_is_trained_saved_and_scores(method, tmp_path, capsys):
-    """Answers of letters over answers of digits, whatever the prompt."""
-    write_base(tmp_path / "base")
-    path = write_pairs(tmp_path / "pairs.jsonl", [(f"{i} ", "abc", "123") for i in range(60)])
+@pytest.mark.slow
+def test_a_mesh_learns_the_same(batch):
+    """An update of plain descent, which is the gradient, beside one device's."""
+    make, found = lambda key: next(models()), []
+    before = jax.tree.leaves(eqx.filter(make(KEY), eqx.is_array))
+    for mesh in (None, zoo.make_mesh("data=2,tensor=2")):
+        state = zoo.init_state(make, optax.sgd(1.0), key=KEY, mesh=mesh)
+        loss = preferences.bradley_terry
+        step = zoo.make_train_step(loss, optax.sgd(1.0), mesh=mesh, precision="fp32")
+        state, metrics = step(state, batch[1])
+        after = jax.tree.leaves(eqx.filter(state.model, eqx.is_array))
+        found.append((float(metrics["loss"]), [y - x for x, y in zip(before, after, strict=True)]))
+    (wanted, gradients), (got, others) = found
+    assert got == pytest.approx(wanted, rel=1e-5)
+    largest = max(float(jnp.abs(x).max()) for x in gradients)
+    assert largest > 1e-2
+    for x, y in zip(gradients, others, strict=True):
+        np.testing.assert_allclose(x, np.asarray(y), atol=1e-5 * largest)
+
+
+def config_of(folder, run_dir, **fields):
+    """A run on answers of letters over answers of digits, whatever the prompt."""
+    write_base(folder / "base")
+    path = write_pairs(folder / "pairs.jsonl", [(f"{i} ", "abc", "123") for i in range(60)])
     data = dataclasses.replace(
         finetune.Config.data, files=str(path), format="preferences", buckets=(32,), batch_size=8
     )
     optimizer = zoo.finetuning.Optimizer(learning_rate=0.01)
-    config = finetune.Config(
-        run_dir=tmp_path / "run", model=str(tmp_path / "base"), method=method, data=data,
-        objective="reward", optimizer=optimizer, steps=24, precision="fp32", compilation_cache=None,
+    return finetune.Config(
+        run_dir=run_dir, model=str(folder / "base"), data=data, objective="reward",
+        optimizer=optimizer, precision="fp32", compilation_cache=None, **fields,
     )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_killed_run_ends_the_same(tmp_path, monkeypatch):
+    fields = {"method": "full", "steps": 8, "checkpoint_every": 3, "log_every": 1}
+    finetune.main(config_of(tmp_path, tmp_path / "whole", **fields))
+    plain = MetricsLog.write
+
+    def write(log, step, **metrics):
+        if step == 5 and "loss" in metrics:
+            raise KilledError
+        plain(log, step, **metrics)
+
+    with monkeypatch.context() as context:
+        context.setattr(MetricsLog, "write", write)
+        with pytest.raises(KilledError):
+            finetune.main(config_of(tmp_path, tmp_path / "run", **fields))
+    assert not (tmp_path / "run" / "model").exists()
+    finetune.main(config_of(tmp_path, tmp_path / "run", **fields))
+    losses = [
+        [(x["step"], x["loss"]) for x in read_metrics(run / "metrics.jsonl") if "loss" in x]
+        for run in (tmp_path / "whole", tmp_path / "run")
+    ]
+    assert losses[0] == losses[1]
+    assert [step for step, _ in losses[0]] == [*range(1, 9)]
+    found = [
+        (tmp_path / run / "model" / "model.safetensors").read_bytes() for run in ("whole", "run")
+    ]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_a_reward_model_is_trained_saved_and_scores(method, tmp_path, capsys):
+    config = config_of(tmp_path, tmp_path / "run", method=method, steps=24)
     finetune.main(config)
     evaluated = [x for x in read_metrics(tmp_path / "run" / "metrics.jsonl") if "eval_loss" in x]
     assert evaluated[-1]["eval_loss"] < 0.5 * evaluated[0]["eval_loss"]

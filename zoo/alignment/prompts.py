@@ -62,12 +62,12 @@ class Prompts(SeededDataset):
     """Prompts as a `zoo.Dataset`: batch k is their numbers, int32[batch], in a seed's order."""
 
     unit = "tokens"
-    buckets = (1,)
     padding_waste = 0.0
 
-    def __init__(self, prompts: Sequence[Prompt], batch_size: int, seed: int):
+    def __init__(self, prompts: Sequence[Prompt], batch_size: int, seed: int, tokens: int = 1):
+        """`tokens`: how many an update has per prompt, in the rows of all of its answers."""
         super().__init__(batch_size, seed, shuffle=True)
-        self.prompts = prompts
+        self.prompts, self.buckets = prompts, (tokens,)
         self.batches_per_epoch = -(-len(prompts) // batch_size)
 
     @property
@@ -92,7 +92,9 @@ class Prompts(SeededDataset):
         return {"prompt": np.array([chosen[row] for row in rows], np.int32)}
 
 
-def read_prompts(config: Data, tokenizer: Tokenizer, seed: int) -> tuple[Prompts, Prompts]:
+def read_prompts(
+    config: Data, tokenizer: Tokenizer, seed: int, tokens: int = 1
+) -> tuple[Prompts, Prompts]:
     """The prompts to train on, and the held-out ones: by a hash of the prompt's text.
 
     Raises:
@@ -104,7 +106,7 @@ def read_prompts(config: Data, tokenizer: Tokenizer, seed: int) -> tuple[Prompts
         parts[is_held_out].append(prompt)
     for part, what in zip(parts, ("train on", "hold out"), strict=True):
         require(bool(part), f"data.files={config.files!r}: no prompt to {what}; give more rows")
-    train, held_out = (Prompts(part, config.batch_size, seed) for part in parts)
+    train, held_out = (Prompts(part, config.batch_size, seed, tokens) for part in parts)
     return train, held_out
 
 

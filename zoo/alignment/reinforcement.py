@@ -122,8 +122,12 @@ class ReinforcedStep(CompiledStep):
                 metrics["kl"] = float(apart.sum() / weights.sum())
         gains = advantages(values.reshape(-1, config.group_size), config.advantage)
         placed = self._on_mesh(self._batch(found, gains.reshape(-1), scores))
+        began = time.monotonic()
         for _ in range(config.updates):
             state, of_update = super().__call__(state, placed)
+        jax.block_until_ready(of_update)  # the next answers need the weights
+        seconds = time.monotonic() - began
+        metrics["update_tokens_per_second"] = config.updates * num_tokens / seconds
         return state, {**of_update, **metrics}
 
     def _described(
@@ -189,7 +193,9 @@ def train(run: Run[Config]) -> dict[str, float]:
     base = finetuning.Base(run)
     longest = config.data.max_prompt_tokens + config.max_new_tokens
     decoder_of(base.skeleton).check_decoder(longest)
-    data, held_out = read_prompts(config.data, base.tokenizer, config.seed)
+    [seq_len] = max(config.row_lengths.values())
+    tokens = config.group_size * seq_len
+    data, held_out = read_prompts(config.data, base.tokenizer, config.seed, tokens)
     run.say(f"{len(data.prompts):,} prompts to train on, {len(held_out.prompts):,} held out")
     is_chat = any(prompt.is_chat for prompt in data.prompts)
     turns = ChatTemplate(base.tokenizer).ends_of_turn if is_chat else ()
