@@ -224,9 +224,8 @@ def _judge(probabilities_NC: np.ndarray, labels_N: np.ndarray) -> dict[str, floa
     }
 
 
-IOB2 = re.compile(
-    "O$|[BI]-"
-)  # the tags of entities: outside of them, their first, and their others
+# The tags of entities: outside of them, their first word, and their others.
+IOB2 = re.compile("O$|[BI]-")
 
 
 def entity_f1(predictions: Predictions, lengths: np.ndarray, classes: Sequence[str]) -> float:
