@@ -131,7 +131,7 @@ class Tab:
         self.call("Page.navigate", url=page.as_uri())
         self.wait("document.readyState === 'complete'")
 
-    def wait(self, condition: str, seconds: float = 20) -> None:
+    def wait(self, condition: str, seconds: float = 90) -> None:
         """Until an expression holds."""
         end = time.monotonic() + seconds
         while not self.run(condition):

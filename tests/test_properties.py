@@ -164,7 +164,7 @@ def found_in(dataset: TokenDataset, batch: dict[str, np.ndarray]) -> list[tuple]
     return list(zip(*columns, strict=True))
 
 
-@examples(40, 600)
+@examples(40, 300)
 def test_datasets_give_each_token_once(options: settings):
     @options
     @given(datasets(), st.integers(0, 3), st.integers(0, 6))
@@ -357,7 +357,7 @@ def loss_and_gradient(world: World, **where: Any) -> tuple[float, Any]:
 
 
 @pytest.mark.parametrize("family", WORLDS)
-@examples(0, 8)  # without -m slow tests/training/test_step.py has one mesh of each family
+@examples(0, 5)  # without -m slow tests/training/test_step.py has one mesh of each family
 def test_any_mesh_matches_one_device_gradients(options: settings, family: str):
     @options
     @given(worlds(family))
@@ -572,7 +572,7 @@ READERS = (
 )
 
 
-@examples(400, 5_000)
+@examples(400, 2_500)
 def test_names_from_outside_stay_inside(options: settings, tmp_path, monkeypatch, caplog, capsys):
     """What a listing or a file names is read and written inside of its folder, or refused."""
     box = tmp_path / "1/2/3/4/box"

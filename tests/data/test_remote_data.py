@@ -28,7 +28,7 @@ def losses(run_dir: Path) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["s3", "gs"])
+@pytest.mark.parametrize("kind", ["gs"])
 def test_a_corpus_is_prepared_from_and_to_a_store(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path
 ):
@@ -63,7 +63,7 @@ def test_a_corpus_is_prepared_from_and_to_a_store(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["s3", "gs"])
+@pytest.mark.parametrize("kind", ["s3"])
 def test_a_mixture_of_parquet_shards_is_read_from_a_store(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path
 ):

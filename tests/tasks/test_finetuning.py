@@ -726,7 +726,7 @@ def test_plans_of_hub_models_take_no_weights(tune, tmp_path, monkeypatch, fake_h
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [("--method=full",), ("--method=lora", "--base=int8")])
+@pytest.mark.parametrize("flags", [("--method=lora", "--base=int8")])
 def test_live_bytes_are_those_of_the_plan(flags, tune, monkeypatch):
     jobs, live = [], []
     fit, call = loop.fit, CompiledStep.__call__
