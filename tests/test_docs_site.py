@@ -207,7 +207,9 @@ def test_the_search_finds_names(site, tab):
     tab.open(site / "guides" / "data.html")
     tab.run("document.querySelector('.md-search__input').focus()")
     tab.call("Input.insertText", text="RecompilationError")
-    tab.wait("document.querySelectorAll('.md-search-result__item').length > 0")
+    typed = "document.querySelector('.md-search__input').dispatchEvent(new Event('keyup'))"
+    found = "document.querySelectorAll('.md-search-result__item').length > 0"
+    tab.wait(f"{typed}, {found}")  # again, as the page may not have listened yet
     assert "troubleshooting.html" in tab.run(
         "document.querySelector('.md-search-result__list').innerHTML"
     )
