@@ -73,7 +73,7 @@ def kill_at_random(process: Program, run_dir: Path, choose: random.Random, where
 
 
 # tests/test_soak.py kills runs at each boundary.
-KILLS = [("lm", "2x2x2"), ("mlp", "one device")]
+KILLS = [("lm", "2x2x2"), ("rnn", "one device")]
 
 
 @pytest.mark.slow
