@@ -250,7 +250,7 @@ def flash_share(kernel: str, chip: Chip) -> float | None:
 
 
 def efficiency(chip: Chip) -> Efficiency:
-    """What is measured of a chip."""
+    """The shares that are measured of a chip; of another one, the peaks."""
     return EFFICIENCIES.get(chip.name, Efficiency())
 
 
