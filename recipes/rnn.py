@@ -5,7 +5,7 @@
 With no flag each function in the source code of Python's standard library is a row, padded to the
 smallest of four buckets that holds it. It prints each bucket's share of padding, and the
 compiles per bucket; then, as `recipes.lm`, held-out bits per byte and a sample. On two cores of an
-AMD EPYC without AVX-512 (jax 0.10.2) that takes 5 minutes and reaches 2.0 bits per byte; gzip -9
+AMD EPYC without AVX-512 (jax 0.10.2) that takes 5 minutes and reaches 2.1 bits per byte; gzip -9
 has 4.1 there and xz -9 5.1, on each function alone.
 
     python -m recipes.rnn --run-dir runs/reviews --data 'reviews/*.jsonl' --label stars
