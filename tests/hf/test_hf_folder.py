@@ -353,13 +353,14 @@ def test_a_hybrid_that_transformers_wrote_is_the_published_one(copy: Any):
     ("name", "whole_type", "prefix", "head"),
     [("gemma3", "gemma3", "model.language_model.", ""),
      ("mistral", "mistral3", "language_model.model.", "language_model."),
-     ("qwen3_5", "qwen3_5", "model.language_model.", "")],
+     ("qwen3_5", "qwen3_5", "model.language_model.", ""),
+     ("siglip", "siglip", "", "vision_model.")],
 )  # fmt: skip
-def test_the_text_part_of_a_whole_model_is_opened(
+def test_a_part_of_a_whole_model_is_opened(
     name: str, whole_type: str, prefix: str, head: str, copy: Any, caplog: Any
 ):
     folder = copy(name)
-    plain, text = zoo.load(folder), json.loads((folder / "config.json").read_text())
+    plain, part = zoo.load(folder), json.loads((folder / "config.json").read_text())
     stored = {
         x.replace("model.", prefix, 1) if x.startswith("model.") else head + x: y
         for x, y in tensors(folder).items()
@@ -369,11 +370,14 @@ def test_the_text_part_of_a_whole_model_is_opened(
     if name == "qwen3_5":
         others = {"model.visual.merger.weight": "a vision tower",
                   "mtp.fc.weight": "heads of multi-token prediction"}  # fmt: skip
+    if name == "siglip":
+        others = {"text_model.x": "a text tower", "logit_scale": "the scale and bias"}
     for path in folder.glob("*.safetensors*"):
         path.unlink()
     stored |= {other: np.ones(3) for other in others}
     safetensors.numpy.save_file(stored, folder / "model.safetensors")
-    values = {"model_type": whole_type, "text_config": text}
+    field = "vision_config" if name == "siglip" else "text_config"
+    values = {"model_type": whole_type, field: part}
     (folder / "config.json").write_text(json.dumps(values))
     whole = zoo.load(folder)
     assert whole.config == plain.config

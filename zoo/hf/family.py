@@ -60,7 +60,9 @@ class Family:
     splits: Mapping[str, Split] = field(default_factory=dict)
     """How the rows of tensors are shared among parameters, by a name in `tensors`."""
     within: str = ""
-    """The type of a model of which this is the part for text, described by its `text_config`."""
+    """The type of a model of which this is a part."""
+    described_by: str = "text_config"
+    """The field of that model's `config.json` that describes this part."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """The tensors that the zoo's model does not have, by how their names begin, in words.
 

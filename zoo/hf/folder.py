@@ -229,14 +229,14 @@ def _family(
     """The family of a folder's model, and its configuration, by the names of its tensors too."""
     where = f"{folder / 'config.json'}"
     kind = values.get("model_type")
-    inner = values.get("text_config")
     for family in MODEL_TYPES.values():
+        inner = values.get(family.described_by)
         if kind == family.within and isinstance(inner, dict):
             if inner.get("model_type", family.model_type) != family.model_type:
                 continue
             kind, values = family.model_type, {**inner, **_given(values, "tie_word_embeddings")}
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
-        known = ", ".join(MODEL_TYPES)
+        known, inner = ", ".join(MODEL_TYPES), values.get("text_config")
         inside = inner.get("model_type") if isinstance(inner, dict) else None
         remedy = (
             "if its maths is one of theirs under another name, write that one as its model_type; "

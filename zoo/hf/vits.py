@@ -217,5 +217,11 @@ SIGLIP = vision(
         layer="{prefix}encoder.layers.{layer}.",
     ),
     prefixes=("", "vision_model."),
+    within="siglip",
+    described_by="vision_config",
+    left_out={
+        "text_model.": "a text tower",
+        "logit_": "the scale and bias of similarities",
+    },
     marker="{prefix}embeddings.patch_embedding.weight",
 )
