@@ -2,10 +2,12 @@
 
 import contextlib
 import json
+import os
 
 import grain
 import numpy as np
 import pytest
+from absl import flags
 
 import zoo
 from zoo.data import iterated
@@ -54,8 +56,9 @@ def test_batches_are_those_of_the_list_in_any_order_and_after_a_resume(tmp_path)
     assert dataset.batches_per_epoch == wanted.batches_per_epoch == 75
     fingerprint = dataset.fingerprint
     assert first.read < 3 * 64  # of its first rows
-    with contextlib.closing(on_devices(dataset, stop=70)) as found:  # in threads
+    with contextlib.closing(on_devices(dataset, stop=220)) as found:  # in threads, of three epochs
         assert all(np.array_equal(x["x"], wanted.batch(k)["x"]) for k, x in found)
+    assert first.read < 3 / 2 * 4 * 260  # hardly any of them twice
     for k in (69, 68, 75, 76, 3):  # 75 is the second epoch's first
         for rows in (slice(0, 2), slice(2, 4)):
             found, want = dataset.batch(k, rows), wanted.batch(k, rows)
@@ -96,6 +99,26 @@ def test_what_no_run_could_resume_is_refused(tmp_path):
     others = [{"x": np.int32(7)}] * 3 * ROWS
     with pytest.raises(ValueError, match="are of other rows; remove the file"):
         of_iterator(others, path)
+
+
+@pytest.mark.slow
+def test_worker_processes_give_the_rows_of_threads(tmp_path):
+    def noted(i):
+        (tmp_path / f"made by {os.getpid()}").touch()
+        return {"x": np.int32(i)}
+
+    flags.FLAGS.mark_as_parsed()
+    rows = grain.MapDataset.range(20 * ROWS).shuffle(seed=1).to_iter_dataset().map(noted)
+    options = {"shuffle": False, "num_rows": ROWS, "states": tmp_path / "states"}
+    wanted = zoo.batches(rows, 4, **options | {"states": tmp_path / "of threads"}).batch(10)
+    (tmp_path / f"made by {os.getpid()}").unlink()
+    workers = rows.mp_prefetch(grain.MultiprocessingOptions(num_workers=2))
+    first = zoo.batches(workers, 4, **options)
+    assert [first.batch(k)["x"].tolist() for k in range(11)][10] == wanted["x"].tolist()
+    assert zoo.batches(workers, 4, **options).batch(10)["x"].tolist() == wanted["x"].tolist()
+    made_by = {path.name for path in tmp_path.glob("made by *")}
+    assert len(made_by) == 4  # two each time
+    assert f"made by {os.getpid()}" not in made_by
 
 
 class Workers:

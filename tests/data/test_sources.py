@@ -1,5 +1,7 @@
 """Rows that a program brings: any source gives the same batches, at any time and in any process."""
 
+import threading
+
 import grain
 import jax
 import numpy as np
@@ -60,6 +62,22 @@ def test_batches_of_any_source_are_those_of_arrays(name, drop_last):
         assert_same(one, other)
     parts = [found.batch(5, slice(i, i + 2)) for i in (0, 2)]
     assert_same({n: np.concatenate([p[n] for p in parts]) for n in parts[0]}, found.batch(5))
+
+
+def test_threads_make_the_rows_of_a_batch_at_once():
+    noisy = lambda row, rng: {"x": row, "noise": rng.random(dtype=np.float32)}
+    met = threading.Barrier(4)
+    rows = [np.float32(i) for i in range(8)]
+
+    def together(row, rng):
+        if threading.current_thread() is not threading.main_thread():  # which looks at the first
+            met.wait(timeout=10)
+        return noisy(row, rng)
+
+    wanted = zoo.batches(rows, 4, transform=noisy)
+    found = zoo.batches(rows, 4, transform=together, threads=4)
+    for one, other in zip(all_batches(found), all_batches(wanted), strict=True):
+        assert_same(one, other)
 
 
 def test_tables_are_read_by_columns_and_by_rows():

@@ -2,11 +2,15 @@
 
 import functools
 import json
+import os
 import random
 import signal
 import time
 from pathlib import Path
 
+import grain
+import numpy as np
+import optax
 import pytest
 from recipe_cases import (
     STEPS,
@@ -18,6 +22,12 @@ from recipe_cases import (
     shared,
     wait_for,
 )
+
+import zoo
+from benchmarks.soak import process as processes
+from zoo import losses, mlp
+from zoo.runs.config import Config
+from zoo.runs.metrics import read_metrics
 
 __all__ = ["shared"]
 
@@ -115,3 +125,50 @@ def test_signals_save_and_set_exit_code(shared, tmp_path):
     output = recipe.run(run_dir, "--checkpoint-every=1000")
     assert f"resumed {run_dir} at step {last}" in output
     assert_same_result(run_dir, straight_run("lm", shared, "one device"))
+
+
+def fit_shuffled(folder, kill):
+    """A run on what is left of shuffled rows, killed four steps after a checkpoint."""
+    source, read = [(np.float32([i % 7, i % 5]), np.int32(i % 3)) for i in range(3000)], []
+    rows = grain.MapDataset.source(source).shuffle(seed=1).to_iter_dataset()
+    rows = rows.filter(lambda row: read.append(row) or row[0][0] != row[1])
+    data = zoo.batches(rows, 64, shuffle=False, num_rows=2000, states=folder / "states.json")
+
+    def evaluate(model, whole):
+        if kill:
+            while not (folder / "run" / "checkpoints" / "20").exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {"rows_read": float(len(read))}
+
+    every = {"log_every": 1, "eval_every": 24, "checkpoint_every": 10}
+    options = {"run_dir": folder / "run", "precision": "fp32", "compilation_cache": None}
+    with zoo.Run(Config(steps=36, **every, **options)) as run:
+        training = zoo.Training(
+            make_model=lambda key: mlp.MLP(mlp.Config(in_size=2, out_size=3), key=key),
+            loss_fn=losses.classification,
+            optimizer=optax.adam(1e-2),
+            data=data,
+            evaluate=evaluate,
+        )
+        zoo.fit(run, training)
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_with_the_rows_it_would_have_read(tmp_path):
+    def ended(name, kill=False):
+        (tmp_path / name).mkdir(exist_ok=True)
+        program = processes.start(tmp_path / "log", fit_shuffled, tmp_path / name, kill)
+        code = processes.finish(program)
+        assert code == -signal.SIGKILL * kill, (tmp_path / "log").read_text()
+        return read_metrics(tmp_path / name / "run" / "metrics.jsonl")
+
+    whole = ended("whole")
+    assert len(ended("killed", kill=True)) == 24
+    resumed = ended("killed")
+    assert "1000" in json.loads((tmp_path / "killed" / "states.json").read_text())["states"]
+    losses_of = lambda lines: [line["loss"] for line in lines if "loss" in line]
+    assert len(losses_of(whole)) == 36
+    assert losses_of(resumed) == losses_of(whole)
+    read = [lines[-1]["rows_read"] for lines in (whole, resumed)]
+    assert read[1] < 0.7 * read[0]  # from the state of row 1,000, for the checkpoint at row 1,280

@@ -60,10 +60,20 @@ class IteratedRows(Sequence):
         return self._num_rows
 
     def __getitem__(self, i: Any) -> Any:
+        return self.at_once([i])[i]
+
+    def at_once(self, numbers: Sequence[int]) -> dict[int, Any]:
+        """Rows by their numbers; no other thread sends the iterator elsewhere between two of them.
+
+        Between the last batch of an epoch and the first of the next one it would be sent far.
+        """
+        found = {}
         with self._lock:
-            if i not in self._passed:
-                self._go_to(i)
-            return self._passed[i]
+            for i in numbers:
+                if i not in self._passed:
+                    self._go_to(i)
+                found[i] = self._passed[i]
+        return found
 
     def _go_to(self, i: int) -> None:
         if not self._first:
@@ -104,6 +114,8 @@ class IteratedRows(Sequence):
             raise ValueError(
                 f"num_rows={self._num_rows}: the iterator ends after {i} rows; give that number"
             ) from None
+        except Exception as error:
+            raise ValueError(f"row {i} of the iterator: {type(error).__name__}: {error}") from error
         self._next += 1
         if len(self._passed) > self._window:
             del self._passed[next(iter(self._passed))]

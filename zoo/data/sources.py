@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ def batches(
     lengths: Callable[[Any], int] | Sequence[int] | None = None,
     buckets: Sequence[int] = (),
     padded: Sequence[str] = (),
+    threads: int = 1,
     num_rows: int | None = None,
     states: str | Path | None = None,
 ) -> "RowDataset":
@@ -36,10 +38,10 @@ def batches(
     A sequence is what has a length and gives row i for i: a list, a `torch.utils.data.Dataset`, a
     `datasets.Dataset`, a source or a `MapDataset` of Grain. Its rows are dicts from names to
     numbers and arrays; a pair becomes `inputs` and `labels`, and anything else `inputs`. Rows are
-    read, and `transform(row, rng)` is called, in the threads that make batches ahead of the step;
-    `rng` is NumPy's, from the seed, the epoch and the number of the row, so that batch k stays a
-    function of k. Each row comes once per epoch. Rows that fill up an epoch's last batch have the
-    weight 0 in `weights`, float32[batch]; `drop_last` leaves that batch out.
+    read, and `transform(row, rng)` is called, ahead of the step, in so many `threads` for each of
+    two batches at a time; `rng` is NumPy's, from the seed, the epoch and the number of the row, so
+    that batch k stays a function of k. Each row comes once per epoch. Rows that fill up an epoch's
+    last batch have the weight 0 in `weights`, float32[batch]; `drop_last` leaves that batch out.
 
     Rows of several lengths need `buckets`: each row is in a batch of the smallest one that holds
     it, by `lengths`, which are given or found by a function of a source's row. The arrays `padded`
@@ -78,7 +80,7 @@ def batches(
             f"shuffle={shuffle}, lengths={lengths}: an iterator's rows keep its order; give "
             "shuffle=False and no lengths, and shuffle by the iterator",
         )
-    options |= {"lengths": lengths, "buckets": buckets, "padded": padded}
+    options |= {"lengths": lengths, "buckets": buckets, "padded": padded, "threads": threads}
     return SourceDataset(source, batch_size, transform=transform, **options)
 
 
@@ -205,7 +207,9 @@ class SourceDataset(RowDataset):
         lengths: Callable[[Any], int] | Sequence[int] | None,
         buckets: Sequence[int],
         padded: Sequence[str],
+        threads: int,
     ):
+        require(threads > 0, f"threads={threads}: must be positive")
         require(len(source) > 0, f"{type(source).__name__} has no rows: give one at least")
         require(
             bool(buckets) == (lengths is not None) == bool(padded),
@@ -213,6 +217,7 @@ class SourceDataset(RowDataset):
             "of them, or none",
         )
         self._source, self._transform, self._padded = source, transform, tuple(padded)
+        self._threads = threads
         sizes = np.zeros(0, int)
         numbers: Mapping[int, range | np.ndarray] = {batch_size: range(len(source))}
         if lengths is not None:
@@ -234,9 +239,8 @@ class SourceDataset(RowDataset):
         except Exception as error:
             raise ValueError(f"row {i} of the source: {type(error).__name__}: {error}") from error
 
-    def _made(self, epoch: int, i: int) -> dict[str, np.ndarray]:
-        """The arrays of a row in an epoch, before they are padded."""
-        found = self._read(i)
+    def _made(self, epoch: int, i: int, found: Any) -> dict[str, np.ndarray]:
+        """The arrays of a row of the source in an epoch, before they are padded."""
         if self._transform is not None:
             rng = np.random.default_rng([self.seed, epoch, i])
             try:
@@ -251,7 +255,7 @@ class SourceDataset(RowDataset):
         return {name: _of_row(name, i, x) for name, x in found.items()}
 
     def _layout(self, bucket: int, row: int) -> Row:
-        made = self._made(0, row)
+        made = self._made(0, row, self._read(row))
         if taken := {"weights", "mask"} & made.keys():
             raise ValueError(f"row {row} of the source has {sorted(taken)}: name them otherwise")
         if missing := [name for name in self._padded if name not in made]:
@@ -273,7 +277,7 @@ class SourceDataset(RowDataset):
         """A hash of the arguments and of 64 rows: others mean other batches."""
         last = SAMPLES if isinstance(self._source, IteratedRows) else len(self._source)
         places = np.linspace(0, min(last, len(self._source)) - 1, SAMPLES).astype(int)
-        rows = [self._made(0, int(i)) for i in dict.fromkeys(places)]
+        rows = [self._made(0, int(i), self._read(int(i))) for i in dict.fromkeys(places)]
         arguments = self.batch_size, self.seed, self.shuffle, self.drop_last, self.buckets
         arrays = (y for row in rows for name, x in sorted(row.items()) for y in (name, x[None]))
         return checksums.of_values([*arguments, len(self._source), *arrays])
@@ -285,7 +289,11 @@ class SourceDataset(RowDataset):
     def _build(self, k: int, rows: range) -> HostBatch:
         epoch, chosen, weights = self._chosen(k, rows)
         bucket = self.bucket(k)
-        made = [self._alike(bucket, i, self._made(epoch, i)) for i in map(int, chosen)]
+        of_iterator = isinstance(self._source, IteratedRows)
+        read = self._source.at_once(chosen.tolist()).get if of_iterator else self._read
+        make = lambda i: self._alike(bucket, i, self._made(epoch, i, read(i)))  # noqa: E731
+        with ThreadPoolExecutor(self._threads) as pool:
+            made = [*pool.map(make, chosen.tolist())]
         return {
             **{name: np.stack([row[name] for row in made]) for name in made[0]},
             "weights": weights,

@@ -1,5 +1,6 @@
 """Labelled pictures of a folder per class, as the batches of a training and of an evaluation."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,14 +65,15 @@ def read_folder(
             f"out, and of the classes {missing} all are; give more pictures, or another held_out "
             f"than {held_out}"
         )
-    cropped = crop(size)
+    cropped, cores = crop(size), os.cpu_count() or 1  # two batches are made at a time
 
     def augmented(row: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
         return processor(flip(cropped(row, rng), rng))
 
     def part(rows: Any, transform: Any, shuffle: bool) -> RowDataset:
         chosen = source.chosen(np.flatnonzero(rows))
-        return batches(chosen, batch_size, seed=seed, transform=transform, shuffle=shuffle)
+        options: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "threads": cores // 2 or 1}
+        return batches(chosen, batch_size, transform=transform, **options)
 
     train = part(~is_held_out, augmented if augment else processor, True)
     return LabelledPictures(train, part(is_held_out, processor, False), source.classes, processor)
