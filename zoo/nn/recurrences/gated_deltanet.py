@@ -117,10 +117,17 @@ def unit_lower_inverse(lower: Float[Array, "*batch size size"]) -> Float[Array, 
         below = lower.reshape(*batch, count, 2, width, count, 2, width)[..., 1, :, :, 0, :]
         corner = jnp.moveaxis(jnp.diagonal(below, axis1=-4, axis2=-2), -1, -3)
         first, second = blocks[..., 0::2, :, :], blocks[..., 1::2, :, :]
-        corner = -einsum("...ij,...jk,...kl->...il", second, corner, first)
+        corner = -_product(_product(second, corner), first)
         upper = jnp.concatenate([first, jnp.zeros_like(first)], -1)
         blocks = jnp.concatenate([upper, jnp.concatenate([corner, second], -1)], -2)
     return blocks[..., 0, :size, :size]
+
+
+def _product(a: Float[Array, "*batch i j"], b: Float[Array, "*batch j k"]) -> Array:
+    if a.shape[-1] > 8:
+        return einsum("...ij,...jk->...ik", a, b)
+    # Many small matrices: a sum in one loop, where XLA would call a product for each of them.
+    return (a[..., :, :, None] * b[..., None, :, :]).sum(-2)
 
 
 @unit_lower_inverse.defjvp
