@@ -275,9 +275,13 @@ def test_the_mesh_does_not_change_losses_and_gradients(kind, spec):
 
     Norms of outputs have a larger epsilon than usual: the first step of a document writes its value
     times q·k, and where that is near zero a norm enlarges rounding, on one device as on many. So
-    does the normaliser of mlstm, which has none.
+    does mlstm's normaliser nᵀq, which its floor e^-m keeps from zero where little comes in, as at a
+    layer's start: with gates near 0 data=2, which splits no row, differs by 1.3e-5 too.
     """
     model = drawn_transformer(**hybrid(kind, **GATED, **{"mixer.recurrence.norm_eps": 0.1}))
+    if kind == "mlstm":
+        gates = lambda model: model.blocks.recurrence.gates.input
+        model = eqx.tree_at(gates, model, replace_fn=lambda x: x - 2)
     batch = jax.tree.map(jnp.asarray, token_batch(8, 16))
     loss, gradient = gradients(model, batch)
     mesh = sharding.make_mesh(spec)
@@ -285,7 +289,7 @@ def test_the_mesh_does_not_change_losses_and_gradients(kind, spec):
         placed = eqx.filter_shard(model, sharding.shardings(model, mesh))
         found = gradients(placed, batch)
     assert_trees_close(found[0], loss, rtol=1e-6)
-    assert_trees_close(found[1], gradient, rtol=2e-5 if kind == "mlstm" else 1e-5)
+    assert_trees_close(found[1], gradient, rtol=1e-5)
 
 
 def test_a_hybrid_trains_on_a_mesh_in_bf16():

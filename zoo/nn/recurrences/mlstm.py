@@ -232,4 +232,5 @@ def num_products(config: RecurrenceConfig, in_size: int, width: int, size: int) 
     """Multiplications per step of a row that is read in chunks of that size."""
     heads, (key_dim, value_dim) = config.num_heads, config.sizes(width)
     weights = in_size * heads * (2 * key_dim + 2 * value_dim + 2) + heads * value_dim * width
-    return weights + heads * (size * (key_dim + value_dim) + 2 * key_dim * value_dim)
+    values = value_dim + 1  # and the normaliser
+    return weights + heads * (size * (key_dim + values) + 2 * key_dim * values)
