@@ -7,7 +7,6 @@ pairs, with their number as its weight.
 Legend of suffixes: B batch, T time, E embed, S sides (chosen, rejected).
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Literal
@@ -17,16 +16,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
 from zoo import sharding
-from zoo.alignment.policy import differentiable
+from zoo.alignment import scoring
+from zoo.alignment.scoring import Metrics
 from zoo.common.configuration import require
 from zoo.training import losses
 from zoo.training.loss_values import LossFunction
-from zoo.wrappers import lora
 
-Metrics = dict[str, Array]
 Reference = Literal["batch", "base"]
-# From the log-probabilities of the sides, float32[batch, 2], to the losses, margins of rewards.
-PairLoss = Callable[[Array], tuple[Array, Array]]
+# From the log-probabilities of both sides, less the reference's where there is one, and the numbers
+# of their tokens, float32[batch, 2], to the losses of pairs and the margins of rewards.
+OfPairs = Callable[[Array, Array], tuple[Array, Array]]
 
 
 def dpo(
@@ -57,7 +56,7 @@ def dpo(
         right, wrong = jax.nn.log_sigmoid(margins_B), jax.nn.log_sigmoid(-margins_B)
         return -(1 - label_smoothing) * right - label_smoothing * wrong, margins_B
 
-    return _against(reference, of)
+    return _loss(of, reference)
 
 
 def ipo(*, beta: float = 0.1, reference: Reference = "batch") -> LossFunction:
@@ -77,7 +76,7 @@ def ipo(*, beta: float = 0.1, reference: Reference = "batch") -> LossFunction:
         margins_B = mean_BS[:, 0] - mean_BS[:, 1]
         return (margins_B - 1 / (2 * beta)) ** 2, margins_B
 
-    return _against(reference, of)
+    return _loss(of, reference)
 
 
 def apo(
@@ -102,21 +101,7 @@ def apo(
             return jax.nn.sigmoid(-chosen_B) + jax.nn.sigmoid(rejected_B), margins_B
         return jax.nn.sigmoid(chosen_B) + jax.nn.sigmoid(-margins_B), margins_B
 
-    return _against(reference, of)
-
-
-def _against(
-    reference: Reference, of: Callable[[Array, Array], tuple[Array, Array]]
-) -> LossFunction:
-    """The loss `of` the logarithms of π/π₀, float32[batch, 2], and the answers' tokens."""
-    require(reference in ("batch", "base"), f"reference={reference!r}: choose 'batch' or 'base'")
-
-    def pair_loss(model: PyTree, batch: dict[str, Array], counts_BS: Array) -> PairLoss:
-        reference_BS = _reference(model, batch) if reference == "base" else _stored(batch)
-        return lambda log_probs_BS: of(log_probs_BS - reference_BS, counts_BS)
-
-    loss = functools.partial(_loss, pair_loss)
-    return losses.keeps_dtype("reference")(loss) if reference == "batch" else loss
+    return _loss(of, reference)
 
 
 def simpo(*, beta: float = 2.0, gamma: float = 0.5) -> LossFunction:
@@ -131,15 +116,12 @@ def simpo(*, beta: float = 2.0, gamma: float = 0.5) -> LossFunction:
     check(beta)
     require(gamma >= 0, f"gamma={gamma}: must not be negative; it is how far apart answers are")
 
-    def pair_loss(model: PyTree, batch: dict[str, Array], counts_BS: Array) -> PairLoss:
-        def of(log_probs_BS: Array) -> tuple[Array, Array]:
-            mean_BS = log_probs_BS / jnp.maximum(counts_BS, 1)
-            margins_B = beta * (mean_BS[:, 0] - mean_BS[:, 1]) - gamma
-            return -jax.nn.log_sigmoid(margins_B), margins_B
+    def of(log_probs_BS: Array, counts_BS: Array) -> tuple[Array, Array]:
+        mean_BS = log_probs_BS / jnp.maximum(counts_BS, 1)
+        margins_B = beta * (mean_BS[:, 0] - mean_BS[:, 1]) - gamma
+        return -jax.nn.log_sigmoid(margins_B), margins_B
 
-        return of
-
-    return functools.partial(_loss, pair_loss)
+    return _loss(of)
 
 
 def orpo(*, beta: float = 0.1) -> LossFunction:
@@ -154,16 +136,13 @@ def orpo(*, beta: float = 0.1) -> LossFunction:
     """
     check(beta)
 
-    def pair_loss(model: PyTree, batch: dict[str, Array], counts_BS: Array) -> PairLoss:
-        def of(log_probs_BS: Array) -> tuple[Array, Array]:
-            mean_BS = jnp.minimum(log_probs_BS / jnp.maximum(counts_BS, 1), -1e-6)  # p < 1
-            odds_BS = mean_BS - _log_one_minus_exp(mean_BS)
-            margins_B = odds_BS[:, 0] - odds_BS[:, 1]
-            return -mean_BS[:, 0] - beta * jax.nn.log_sigmoid(margins_B), margins_B
+    def of(log_probs_BS: Array, counts_BS: Array) -> tuple[Array, Array]:
+        mean_BS = jnp.minimum(log_probs_BS / jnp.maximum(counts_BS, 1), -1e-6)  # p < 1
+        odds_BS = mean_BS - _log_one_minus_exp(mean_BS)
+        margins_B = odds_BS[:, 0] - odds_BS[:, 1]
+        return -mean_BS[:, 0] - beta * jax.nn.log_sigmoid(margins_B), margins_B
 
-        return of
-
-    return functools.partial(_loss, pair_loss)
+    return _loss(of)
 
 
 def check(beta: float, label_smoothing: float = 0.0) -> None:
@@ -175,15 +154,49 @@ def check(beta: float, label_smoothing: float = 0.0) -> None:
     )
 
 
+def _loss(of: OfPairs, reference: Reference | None = None) -> LossFunction:
+    require(reference in ("batch", "base", None), f"reference={reference!r}: choose batch or base")
+
+    @losses.OF_TOKENS
+    def loss(
+        model: PyTree, batch: dict[str, Array], key: Array | None
+    ) -> tuple[Array, Array, Metrics]:
+        losses.check_names(batch, "tokens", "targets", "weights", "segment_ids", "positions")
+        if reference == "batch" and "reference" not in batch:
+            raise ValueError(
+                f"the batch has {sorted(batch)}, and no 'reference': make the log-probabilities of "
+                "the reference model ahead (PairDataset.with_reference), or train adapters with "
+                "reference='base'"
+            )
+        is_pair_B, counts_BS, reference_BS = is_pair(batch), _answers(batch).sum(-1), 0.0
+        readout, x_BTE = losses.readout_and_input(model, batch, key)
+        if reference == "base":
+            of_base_BT = scoring.of_base(model, batch, "reference='base'")
+            reference_BS = _of_answers(of_base_BT, batch)
+        elif reference == "batch":
+            reference_BS = jax.lax.stop_gradient(batch["reference"].astype(jnp.float32))
+
+        def sums(log_probs_BT: Array) -> tuple[Array, Metrics]:
+            log_probs_BS = _of_answers(log_probs_BT, batch)
+            losses_B, margins_B = of(log_probs_BS - reference_BS, counts_BS)
+            metrics = {
+                "accuracy": (margins_B > 0).astype(jnp.float32),
+                "margin": margins_B,
+                "chosen_log_prob": log_probs_BS[:, 0],
+                "rejected_log_prob": log_probs_BS[:, 1],
+            }
+            summed = lambda x_B: jnp.where(is_pair_B, x_B, 0.0).sum()  # noqa: E731
+            return summed(losses_B), {name: summed(x_B) for name, x_B in metrics.items()}
+
+        total, metrics = scoring.differentiable(sums, readout, x_BTE, batch["targets"])
+        return total, is_pair_B.sum().astype(jnp.float32), metrics
+
+    return losses.keeps_dtype("reference")(loss) if reference == "batch" else loss
+
+
 def log_probabilities(model: PyTree, batch: dict[str, Array]) -> Float[Array, "batch 2"]:
     """The log-probability of each answer of a batch in nats, without dropout and a gradient."""
-    given = losses.readout_and_input(model, batch, None)
-    return _of_answers(losses.token_values(losses.token_losses, *given, batch["targets"]), batch)
-
-
-def _of_answers(losses_BT: Array, batch: dict[str, Array]) -> Float[Array, "batch 2"]:
-    answers_BST = _answers(batch)
-    return -jnp.where(answers_BST > 0, answers_BST * losses_BT[:, None], 0.0).sum(-1)
+    return _of_answers(scoring.of_tokens(model, batch), batch)
 
 
 @losses.OF_TOKENS
@@ -197,58 +210,15 @@ def reference_values(
     return jnp.float32(0), weight, {"reference": of_pairs}
 
 
-@losses.OF_TOKENS
-def _loss(
-    pair_loss: Callable[..., PairLoss],
-    model: PyTree,
-    batch: dict[str, Array],
-    key: Array | None,
-) -> tuple[Array, Array, Metrics]:
-    losses.check_names(batch, "tokens", "targets", "weights", "segment_ids", "positions")
-    is_pair_B, answers_BST = is_pair(batch), _answers(batch)
-    readout, x_BTE = losses.readout_and_input(model, batch, key)
-    of = pair_loss(model, batch, answers_BST.sum(-1))
-
-    def sums(log_probs_BS: Array) -> tuple[Array, Metrics]:
-        losses_B, margins_B = of(log_probs_BS)
-        metrics = {
-            "accuracy": (margins_B > 0).astype(jnp.float32),
-            "margin": margins_B,
-            "chosen_log_prob": log_probs_BS[:, 0],
-            "rejected_log_prob": log_probs_BS[:, 1],
-        }
-        summed = lambda x_B: jnp.where(is_pair_B, x_B, 0.0).sum()  # noqa: E731
-        return summed(losses_B), {name: summed(x_B) for name, x_B in metrics.items()}
-
-    of_tokens = lambda losses_BT: sums(_of_answers(losses_BT, batch))  # noqa: E731
-    total, metrics = differentiable(of_tokens, readout, x_BTE, batch["targets"])
-    return total, is_pair_B.sum().astype(jnp.float32), metrics
-
-
-def _reference(model: PyTree, batch: dict[str, Array]) -> Array:
-    """The log-probabilities under the model that the trained adapters stand on."""
-    if not lora.has_trained_adapters(model):
-        raise ValueError(
-            "reference='base' is the frozen model under trained adapters, and the model has none: "
-            "adapt it with zoo.lora.adapt, or give the batch a 'reference'"
-        )
-    return log_probabilities(jax.lax.stop_gradient(lora.base(model)), batch)
-
-
-def _stored(batch: dict[str, Array]) -> Array:
-    if "reference" not in batch:
-        raise ValueError(
-            f"the batch has {sorted(batch)}, and no 'reference': make the log-probabilities of the "
-            "reference model ahead (PairDataset.with_reference), or train adapters with "
-            "reference='base'"
-        )
-    return jax.lax.stop_gradient(batch["reference"].astype(jnp.float32))
-
-
 def is_pair(batch: dict[str, Array]) -> Bool[Array, "batch"]:
     """Whether a row has a pair."""
     """Whether a row has a pair."""
     return (batch["segment_ids"] == 2).any(1)
+
+
+def _of_answers(log_probs_BT: Array, batch: dict[str, Array]) -> Float[Array, "batch 2"]:
+    answers_BST = _answers(batch)
+    return jnp.where(answers_BST > 0, answers_BST * log_probs_BT[:, None], 0.0).sum(-1)
 
 
 def _answers(batch: dict[str, Array]) -> Float[Array, "batch 2 seq"]:

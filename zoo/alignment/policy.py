@@ -8,25 +8,21 @@ updates. The sampler's own are compared with them, and no more.
 Legend of suffixes: B batch, T time, E embed.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, PyTree
+from jaxtyping import Array, Float, Float32, PyTree
 
 from zoo import sharding
+from zoo.alignment import scoring
+from zoo.alignment.scoring import Metrics
 from zoo.common import configuration
 from zoo.common.configuration import require
-from zoo.nn.parameters import dropping_out
-from zoo.nn.products import in_forward_mode
 from zoo.training import losses
-from zoo.wrappers import lora
 
-Metrics = dict[str, Any]
 Advantage = Literal["group", "group_mean", "leave_one_out"]
 
 
@@ -48,14 +44,13 @@ def advantages(
     apart = rewards - rewards.mean(1, keepdims=True)
     match kind:
         case "group":
-            found = apart / (rewards.std(1, ddof=1, keepdims=True) + 1e-4)
-        case "group_mean":
-            found = apart
+            apart /= rewards.std(1, ddof=1, keepdims=True) + 1e-4
         case "leave_one_out":
-            found = apart * size / (size - 1)
+            apart *= size / (size - 1)
         case _:
-            raise ValueError(f"advantage={kind!r}: choose group, group_mean or leave_one_out")
-    return found.astype(np.float32)
+            known = "group, group_mean or leave_one_out"
+            require(kind == "group_mean", f"advantage={kind!r}: choose {known}")
+    return apart.astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -89,12 +84,16 @@ class Config:
         low = self.clip_low
         require(low is None or low <= 1, f"policy.clip_low={low}: must be at most 1")
         require(self.kl >= 0, f"policy.kl={self.kl}: must not be negative")
-        if self.ratio == "sequence":
-            require(
-                self.normalize == "answers" and (self.kl == 0 or self.kl_in == "reward"),
-                "policy.ratio='sequence' is of whole answers: give policy.normalize='answers' (now "
-                f"{self.normalize!r}), and policy.kl_in='reward' with a policy.kl",
-            )
+        require(
+            self.ratio == "token" or (self.normalize == "answers" and not self.has_term),
+            "policy.ratio='sequence' is of whole answers: give policy.normalize='answers' (now "
+            f"{self.normalize!r}), and policy.kl_in='reward' with a policy.kl",
+        )
+
+    @property
+    def has_term(self) -> bool:
+        """Whether the loss has a term of the divergence."""
+        return self.kl > 0 and self.kl_in == "loss"
 
 
 @dataclass(frozen=True)
@@ -125,60 +124,49 @@ class PolicyLoss:
         losses.check_names(batch, "tokens", "targets", "weights", "advantages", "drawn")
         config, weights_BT, targets_BT = self.config, batch["weights"], batch["targets"]
         readout, x_BTE = losses.readout_and_input(model, batch, key)
-        readout = Tempered(readout, self.temperature)
-        has_term = config.kl > 0 and config.kl_in == "loss"
-        reference_BT = reference(model, batch, self.temperature) if has_term else None
+        readout, reference_BT = scoring.Tempered(readout, self.temperature), None
+        if config.has_term:
+            reference_BT = scoring.of_base(model, batch, "policy.kl", self.temperature)
         entropies_BT = losses.token_values(_entropies, readout, x_BTE, targets_BT)
-
-        def sums(losses_BT: Array) -> tuple[Array, Metrics]:
-            log_probs_BT = jnp.where(weights_BT > 0, -losses_BT, 0.0)
-            return self._sums(log_probs_BT, reference_BT, batch)
-
-        total, metrics = differentiable(sums, readout, x_BTE, targets_BT)
+        sums = lambda log_probs_BT: self._sums(log_probs_BT, reference_BT, batch)  # noqa: E731
+        total, metrics = scoring.differentiable(sums, readout, x_BTE, targets_BT)
         metrics["entropy"] = _sum(entropies_BT, weights_BT), weights_BT.sum()
-        by_tokens = config.normalize == "tokens"
-        weight = weights_BT.sum() if by_tokens else is_answer(batch).sum().astype(jnp.float32)
-        return total, weight, metrics
+        counted = weights_BT if config.normalize == "tokens" else _is_answer(weights_BT)
+        return total, counted.sum(), metrics
 
     def _sums(
         self, log_probs_BT: Array, reference_BT: Array | None, batch: dict[str, Array]
     ) -> tuple[Array, Metrics]:
         config, weights_BT = self.config, batch["weights"]
+        is_sequence = config.ratio == "sequence"
+        counted = _is_answer(weights_BT) if is_sequence else weights_BT
+
+        def log_ratio(above_BT: Array, below_BT: Array) -> Array:
+            apart_BT = jnp.where(weights_BT > 0, above_BT - below_BT, 0.0)
+            return apart_BT.sum(1, keepdims=True) if is_sequence else apart_BT
+
         old_BT = jax.lax.stop_gradient(log_probs_BT) if self.on_policy else batch["rescored"]
-        log_ratios = jnp.where(weights_BT > 0, log_probs_BT - old_BT, 0.0)
-        counted = weights_BT
-        if config.ratio == "sequence":
-            log_ratios = log_ratios.sum(1, keepdims=True)
-            counted = is_answer(batch)[:, None].astype(jnp.float32)
-        ratios, gains = jnp.exp(log_ratios), batch["advantages"][:, None]
+        ratios, gains = jnp.exp(log_ratio(log_probs_BT, old_BT)), batch["advantages"][:, None]
         low = 0.0 if config.clip_low is None else 1 - config.clip_low
         high = jnp.inf if config.clip_high is None else 1 + config.clip_high
         is_out = ((ratios < low) & (gains < 0)) | ((ratios > high) & (gains > 0))
         terms = -jnp.minimum(ratios * gains, jnp.clip(ratios, low, high) * gains)
-        gaps_BT = jnp.where(weights_BT > 0, jax.lax.stop_gradient(old_BT) - batch["drawn"], 0.0)
         if config.truncate is not None:
-            weigh = jnp.exp(gaps_BT)
-            if config.ratio == "sequence":
-                weigh = jnp.exp(gaps_BT.sum(1, keepdims=True))
-            terms = terms * jnp.minimum(weigh, config.truncate)
+            of_sampler = jnp.exp(log_ratio(old_BT, batch["drawn"]))
+            terms = terms * jnp.minimum(jax.lax.stop_gradient(of_sampler), config.truncate)
         metrics: Metrics = {
             "clipped": (_sum(is_out.astype(jnp.float32), counted), counted.sum()),
             "ratio_max": (jnp.where(counted > 0, ratios, 0.0).max(), jnp.float32(1)),
-            "sampler_gap": (_sum(jnp.abs(gaps_BT), weights_BT), weights_BT.sum()),
+            "sampler_gap": (_sum(jnp.abs(old_BT - batch["drawn"]), weights_BT), weights_BT.sum()),
         }
         if reference_BT is not None:
             apart_BT = jnp.where(weights_BT > 0, reference_BT - log_probs_BT, 0.0)
             kl_BT = jnp.exp(apart_BT) - apart_BT - 1
             terms = terms + config.kl * kl_BT
             metrics["kl"] = _sum(kl_BT, weights_BT), weights_BT.sum()
-        if config.ratio == "token" and config.normalize == "answers":
+        if config.normalize == "answers":
             counted = counted / jnp.maximum(counted.sum(1, keepdims=True), 1.0)
         return _sum(terms, counted), metrics
-
-    @property
-    def scores_reference(self) -> bool:
-        """Whether rewards have a term of the divergence from the reference."""
-        return self.config.kl > 0 and self.config.kl_in == "reward"
 
     @losses.OF_TOKENS
     def scores(
@@ -189,76 +177,16 @@ class PolicyLoss:
         They are the log-probabilities of the targets, float32[batch, seq], on every device;
         `reference` is there where the configuration has a weight for it in rewards.
         """
-        everywhere = lambda x_BT: sharding.constrain(x_BT, None, None)  # noqa: E731
-        found = {"rescored": everywhere(log_probabilities(model, batch, self.temperature))}
-        if self.scores_reference:
-            found["reference"] = everywhere(reference(model, batch, self.temperature))
-        return jnp.float32(0), jnp.float32(1), found
+        found = {"rescored": scoring.of_tokens(model, batch, self.temperature)}
+        if self.config.kl > 0 and not self.config.has_term:
+            found["reference"] = scoring.of_base(model, batch, "policy.kl", self.temperature)
+        everywhere = {name: sharding.constrain(x, None, None) for name, x in found.items()}
+        return jnp.float32(0), jnp.float32(1), everywhere
 
 
-class Tempered(eqx.Module):
-    """A readout whose logits are divided by a temperature."""
-
-    readout: Callable[[Array], Array]
-    temperature: float = eqx.field(static=True)
-
-    def __call__(self, x: Array) -> Array:
-        """The logits."""
-        logits = self.readout(x)
-        return logits if self.temperature == 1 else logits / self.temperature
-
-
-def log_probabilities(
-    model: PyTree, batch: dict[str, Array], temperature: float
-) -> Float[Array, "batch seq"]:
-    """The log-probability of each target at a temperature, without dropout and a gradient."""
-    readout, x_BTE = losses.readout_and_input(model, batch, None)
-    readout = Tempered(readout, temperature)
-    return -losses.token_values(losses.token_losses, readout, x_BTE, batch["targets"])
-
-
-def reference(
-    model: PyTree, batch: dict[str, Array], temperature: float
-) -> Float[Array, "batch seq"]:
-    """`log_probabilities` of the model that the trained adapters stand on, without a copy of it.
-
-    Raises:
-        ValueError: a model without trained adapters.
-    """
-    if not lora.has_trained_adapters(model):
-        raise ValueError(
-            "policy.kl: its reference is the frozen model under trained adapters, and the model "
-            "has none: adapt it with zoo.lora.adapt (--method lora), or leave policy.kl out"
-        )
-    with dropping_out(None):
-        return log_probabilities(jax.lax.stop_gradient(lora.base(model)), batch, temperature)
-
-
-def is_answer(batch: dict[str, Array]) -> Bool[Array, "batch"]:
-    """Whether a row has an answer that counts."""
-    return (batch["weights"] > 0).any(1)
-
-
-def differentiable(
-    sums: Callable[[Array], tuple[Array, Metrics]],
-    readout: Callable[[Array], Array],
-    x_BTE: Array,
-    targets_BT: Array,
-) -> tuple[Array, Metrics]:
-    """`sums` of the tokens' losses; where logits are large, they are never all in memory.
-
-    The total is then no sum over tokens, as a chunked loss is. Its gradient is that of one whose
-    weights are the derivatives by the losses, which a first pass computes.
-    """
-    if in_forward_mode() or losses.num_chunks(jax.eval_shape(readout, x_BTE)) == 1:
-        return sums(losses.token_losses(readout(x_BTE), targets_BT))
-    losses_BT = losses.token_values(losses.token_losses, readout, x_BTE, targets_BT)
-    (total, metrics), slopes_BT = jax.value_and_grad(sums, has_aux=True)(losses_BT)
-    linear, _ = losses.readout_cross_entropy(
-        readout, x_BTE, targets_BT, jax.lax.stop_gradient(slopes_BT)
-    )
-    stopped = jax.lax.stop_gradient((total - linear, metrics))
-    return linear + stopped[0], stopped[1]
+def _is_answer(weights_BT: Array) -> Float[Array, "batch 1"]:
+    """1 in a row with an answer that counts, and else 0."""
+    return (weights_BT > 0).any(1, keepdims=True).astype(jnp.float32)
 
 
 def _entropies(logits: Array, targets: Array) -> Array:
