@@ -204,8 +204,8 @@ def test_bad_fields_are_refused(folder, tmp_path, fields, match):
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({"data": {"max_prompt_tokens": 3}}, r"prompts.jsonl, row \d+: a prompt of .*=3"),
-        ({"data": {"prompt": "question"}}, r"prompts.jsonl, row 1: .*'question'"),
+        ({"data": {"max_prompt_tokens": 3}}, r"prompts.jsonl, line \d+: a prompt of .*=3"),
+        ({"data": {"prompt": "question"}}, r"prompts.jsonl, line 1: .*'question'.* --data.prompt"),
         ({"data": {"held_out": 1e-9}}, "no prompt to hold out"),
         ({"reward": ""}, r"reward=''"),
         ({"reward": "none_such"}, "none_such"),

@@ -2,14 +2,14 @@ import time
 
 import pytest
 
-from zoo.alignment.rewards import Rewards
+from zoo.alignment.rewards import rewarding
 
 ODD = "tests.reward_cases:odd"
 
 
 def test_rewards_are_in_order_whatever_fails(capfd):
     answers = ["fine", "raise", "nan", "sleep", "end", "exit", "nothing", "function", "fine"]
-    with Rewards(ODD, workers=2, seconds=3.0) as rewards:
+    with rewarding(ODD, workers=2, seconds=3.0) as rewards:
         began = time.monotonic()
         found = rewards([("prompt", answer, {}) for answer in answers])
         assert time.monotonic() - began < 60  # and not 600
@@ -32,7 +32,7 @@ def test_rewards_are_in_order_whatever_fails(capfd):
 
 
 def test_parts_are_added_up():
-    with Rewards("tests.reward_cases:letters", workers=1) as rewards:
+    with rewarding("tests.reward_cases:letters", workers=1) as rewards:
         [reward] = rewards([("prompt", "abCD", {"want": "b"})])
     assert reward.parts == {"letters": 0.25, "wanted": 1.0}
     assert reward.value(0.0) == 1.25
@@ -48,5 +48,5 @@ def test_parts_are_added_up():
     ],
 )
 def test_a_function_that_is_none_is_refused(function, match):
-    with pytest.raises(ValueError, match=match), Rewards(function, workers=1):
+    with pytest.raises(ValueError, match=match), rewarding(function, workers=1):
         pass

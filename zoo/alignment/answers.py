@@ -1,10 +1,9 @@
 """The answers that a run's model gives, their rewards, and pass@1 on held-out prompts."""
 
 import contextlib
-import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +11,10 @@ import jax
 import numpy as np
 from jaxtyping import Array, Key, PyTree
 
-from zoo.alignment.policy import Advantage, PolicyLoss
+from zoo.alignment.policy import Advantage
 from zoo.alignment.policy import Config as PolicyConfig
 from zoo.alignment.prompts import Data, Prompt
-from zoo.alignment.rewards import Item, Reward, Rewards
+from zoo.alignment.rewards import Item, Reward, rewarding
 from zoo.alignment.rollouts import Rollouts, in_dtype, rollouts
 from zoo.common.configuration import may_differ, require
 from zoo.data.tokenizer import Tokenizer
@@ -24,7 +23,6 @@ from zoo.runs.metrics import MetricsLog, kept_records
 from zoo.runs.processes import from_first
 from zoo.runs.run import Run
 from zoo.tasks import finetuning
-from zoo.training.description import Evaluate
 
 PUZZLES = "zoo.alignment.puzzles:right"  # the reward of prompts made in place
 
@@ -85,18 +83,20 @@ class Config(finetuning.Config):
             "--method lora, or leave it out",
         )
 
-    def completed(self, stored: Mapping[str, Any]) -> "Config":
-        """The configuration with the numbers of its optimizer."""
-        optimizer = self.optimizer
-        if isinstance(optimizer, finetuning.Optimizer):
-            optimizer = optimizer.completed(self.method, stored.get("optimizer", {}))
-        return dataclasses.replace(self, optimizer=optimizer)
+    @property
+    def batch_size(self) -> int:
+        """The rows of an update."""
+        return self.data.batch_size * self.group_size
+
+    @property
+    def seq_len(self) -> int:
+        """The tokens of a row: a prompt with its answer, but for the last token."""
+        return -(-(self.data.max_prompt_tokens + self.max_new_tokens - 1) // 16) * 16
 
     @property
     def row_lengths(self) -> Mapping[str, tuple[int, ...]]:
-        """The tokens of a prompt with its answer, as in a row of an update."""
-        longest = self.data.max_prompt_tokens + self.max_new_tokens - 1
-        return {"data.max_prompt_tokens + max_new_tokens": (-(-longest // 16) * 16,)}
+        """The tokens of a row, by the fields that say so."""
+        return {"data.max_prompt_tokens + max_new_tokens": (self.seq_len,)}
 
 
 class Answers:
@@ -106,12 +106,8 @@ class Answers:
     """
 
     def __init__(self, run: Run[Config], tokenizer: Tokenizer, stop_tokens: Sequence[int]):
-        self.run, self.config, self._stops = run, run.config, tuple(stop_tokens)
-        self._tokenizer = tokenizer
-        [self.seq_len] = max(self.config.row_lengths.values())
-        on_policy = self.config.updates == 1
-        self.loss = PolicyLoss(self.config.policy, self.config.temperature, on_policy)
-        self._rewards: Rewards | None = None
+        self.run, self._tokenizer, self._stops = run, tokenizer, tuple(stop_tokens)
+        self._rewards: Callable[[list[Item]], list[Reward]] | None = None
         self._kept: dict[int, dict[str, Any]] = {}
         self._log: MetricsLog | None = None
         self._has_failed = False
@@ -119,26 +115,23 @@ class Answers:
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
         """A context in which process 0 has the processes of the reward function."""
-        config, path = self.config, self.run.folder / "samples.jsonl"
-        with contextlib.ExitStack() as stack:
-            if self.run.is_main and not config.plan:
-                made = Rewards(
-                    config.reward or PUZZLES,
-                    workers=config.reward_workers,
-                    seconds=config.reward_seconds,
-                )
-                self._rewards = stack.enter_context(made)
-                known = kept_records(path, 2**62)  # also of steps that are not saved yet
-                self._kept = {line["step"]: line for line in known}
-                self._log = MetricsLog(path, resume_step=2**62)
-                stack.callback(self._log.close)
+        config, path = self.run.config, self.run.folder / "samples.jsonl"
+        if not self.run.is_main or config.plan:
             yield
+            return
+        workers, seconds = config.reward_workers, config.reward_seconds
+        made = rewarding(config.reward or PUZZLES, workers=workers, seconds=seconds)
+        with made as self._rewards:
+            known = kept_records(path, 2**62)  # also of steps that are not saved yet
+            self._kept = {line["step"]: line for line in known}
+            with contextlib.closing(MetricsLog(path, resume_step=2**62)) as self._log:
+                yield
 
     def draw(
-        self, model: PyTree, prompts: Sequence[Prompt], group: int, key: Array
+        self, model: PyTree, prompts: Sequence[Prompt], group: int, key: Key[Array, ""]
     ) -> tuple[Rollouts, list[Item]]:
         """Answers to prompts, as ids and as what a reward function takes."""
-        config = self.config
+        config = self.run.config
         found = rollouts(
             in_dtype(model, compute_dtype(self.run.precision)),
             [prompt.ids for prompt in prompts],
@@ -154,56 +147,59 @@ class Answers:
             items.append((prompt.text, self._tokenizer.decode(ids), prompt.row))
         return found, items
 
-    def key(self, stream: int) -> Key[Array, ""]:
-        """The key of the answers to train on (0), or of the held-out ones (1)."""
-        return jax.random.fold_in(jax.random.key(self.config.seed), 2**31 - 1 - stream)
+    def key(self, stream: int, number: int) -> Key[Array, ""]:
+        """The key of the answers of a step (stream 0), or to held-out prompts from one on (1)."""
+        root = jax.random.fold_in(jax.random.key(self.run.config.seed), 2**31 - 1 - stream)
+        return jax.random.fold_in(root, number)
 
-    def evaluator(self, prompts: Sequence[Prompt]) -> Evaluate:
-        """From a model to its pass@1, pass@N and mean reward on held-out prompts."""
-        config, size, samples = self.config, self.config.data.batch_size, self.config.eval_samples
-
-        def evaluate(model: PyTree, whole: bool) -> dict[str, float]:
-            most = config.final_eval_batches if whole else config.eval_batches
-            count = len(prompts) if most is None else min(len(prompts), most * size)
-            values, lengths, cut = [], [], []
-            for first in range(0, count, size):
-                self.run.signals.check()
-                held = prompts[first : min(first + size, count)]
-                full = [*held, *[held[-1]] * (size - len(held))]  # one program for all
-                key = jax.random.fold_in(self.key(1), first)
-                found, items = self.draw(model, full, samples, key)
-                rows = slice(0, len(held) * samples)
-                values += [reward.value(config.reward_on_error) for reward in self.of(items[rows])]
-                lengths += [len(answer) for answer in found.answers[rows]]
-                cut += found.cut[rows].tolist()
-            right = (np.array(values) >= config.solved).reshape(-1, samples)
-            by_prompt = {
-                "pass@1": right.mean(1),
-                f"pass@{samples}": right.any(1),
-                "eval_answer_tokens": np.reshape(lengths, right.shape).mean(1),
-            }
-            return {
-                **{name: float(x.mean()) for name, x in by_prompt.items()},
-                **{f"{name}_interval": half_interval(x) for name, x in by_prompt.items()},
-                "eval_reward": float(np.mean(values)),
-                "eval_cut": float(np.mean(cut)),
-            }
-
-        return evaluate
+    def evaluate(self, prompts: Sequence[Prompt], model: PyTree, whole: bool) -> dict[str, float]:
+        """The pass@1, pass@N and mean reward of a model on held-out prompts."""
+        config = self.run.config
+        size, samples = config.data.batch_size, config.eval_samples
+        most = config.final_eval_batches if whole else config.eval_batches
+        count = len(prompts) if most is None else min(len(prompts), most * size)
+        values, lengths, cut = list[float](), list[int](), list[bool]()
+        for first in range(0, count, size):
+            self.run.signals.check()
+            held = prompts[first : min(first + size, count)]
+            full = [*held, *[held[-1]] * (size - len(held))]  # one program for all
+            found, items = self.draw(model, full, samples, self.key(1, first))
+            rows = slice(0, len(held) * samples)
+            values += [reward.value(config.reward_on_error) for reward in self.of(items[rows])]
+            lengths += map(len, found.answers[rows])
+            cut += found.cut[rows].tolist()
+        right = (np.array(values) >= config.solved).reshape(-1, samples)
+        by_prompt = {
+            "pass@1": right.mean(1),
+            f"pass@{samples}": right.any(1),
+            "eval_answer_tokens": np.reshape(lengths, right.shape).mean(1),
+        }
+        return {
+            **{name: float(x.mean()) for name, x in by_prompt.items()},
+            **{f"{name}_interval": half_interval(x) for name, x in by_prompt.items()},
+            "eval_reward": float(np.mean(values)),
+            "eval_cut": float(np.mean(cut)),
+        }
 
     def rewards(self, step: int, items: list[Item]) -> list[Reward]:
         """The rewards of a step's answers: written down before they are used, or read again."""
+        config, kept = self.run.config, self._kept.get(step, {})
         digest = hashlib.sha256(json.dumps([answer for _, answer, _ in items]).encode()).hexdigest()
-        kept = self._kept.get(step, {})
-        found = self.of(items, kept["rewards"] if kept.get("answers") == digest else None)
-        if self._log is not None and kept.get("answers") != digest:
-            values = [reward.value(self.config.reward_on_error) for reward in found]
-            shown = zip(items[: self.config.group_size], values, strict=False)
-            text = "\n".join(
-                f"{prompt}{answer} → {value:g}" for (prompt, answer, _), value in shown
+        is_known = kept.get("answers") == digest
+        found = self.of(items, kept["rewards"] if is_known else None)
+        if self._log is not None and not is_known:
+            shown = zip(items[: config.group_size], found, strict=False)
+            lines = (f"{x[0]}{x[1]} → {r.value(config.reward_on_error):g}" for x, r in shown)
+            told = [list(reward) for reward in found]
+            self._log.write(step, answers=digest, rewards=told, text="\n".join(lines))
+        failed = [reward.problem for reward in found if reward.problem]
+        if failed and not self._has_failed:
+            self._has_failed = True
+            self.run.say(
+                f"step {step}: {len(failed)} of {len(found)} rewards by {config.reward} failed, "
+                f"the first one: {failed[0]}; each counts {config.reward_on_error:g} (later ones "
+                "are in samples.jsonl and counted as reward_failures)"
             )
-            self._log.write(step, answers=digest, rewards=[list(x) for x in found], text=text)
-        self._say_problem(step, found)
         return found
 
     def of(self, items: list[Item], known: list[Any] | None = None) -> list[Reward]:
@@ -213,16 +209,6 @@ class Answers:
             assert self._rewards is not None
             told = {"rewards": known or self._rewards(items)}
         return [Reward(*reward) for reward in from_first(told)["rewards"]]
-
-    def _say_problem(self, step: int, found: Sequence[Reward]) -> None:
-        failed = [reward.problem for reward in found if reward.problem]
-        if failed and not self._has_failed:
-            self._has_failed = True
-            self.run.say(
-                f"step {step}: {len(failed)} of {len(found)} rewards by {self.config.reward} "
-                f"failed, the first one: {failed[0]}; each counts {self.config.reward_on_error:g} "
-                "(later ones are in samples.jsonl and counted as reward_failures)"
-            )
 
 
 def half_interval(of_prompts: np.ndarray) -> float:

@@ -110,17 +110,17 @@ class Distillation:
         # One chunk too: the gradient is computed forward, and no logits are kept for it.
         count = losses.num_chunks(logits, copies=2)
         targets = {"x": of_teacher, "targets": batch["targets"]}
-        given = (_Readouts(readout, teacher), x_BTE, targets, batch["weights"])
-        total, sums = chunked(self._of_chunk, count, *given)
-        return total, batch["weights"].sum(), sums
+        readouts, weights = (readout, teacher), batch["weights"]
+        total, sums = chunked(self._of_chunk, count, readouts, x_BTE, targets, weights)
+        return total, weights.sum(), sums
 
     def _of_chunk(
-        self, readouts: "_Readouts", x_BTE: Array, targets: dict[str, Array], weights: Array
+        self, readouts: tuple[Any, Any], x_BTE: Array, targets: dict[str, Array], weights: Array
     ) -> tuple[Array, dict[str, Array]]:
         # At a weight of 0 logits are no matter, finite or not.
         student, teacher = (
             jnp.where(weights[..., None] > 0, logits.astype(jnp.float32), 0.0)
-            for logits in (readouts.student(x_BTE), readouts.teacher(targets["x"]))
+            for logits in (readouts[0](x_BTE), readouts[1](targets["x"]))
         )
         kl = divergences(student / self.temperature, teacher / self.temperature)
         sums = {
@@ -129,13 +129,6 @@ class Distillation:
         }
         of_teacher = self.weight * self.temperature**2 * sums["kl"]
         return of_teacher + (1 - self.weight) * sums["next_token"], sums
-
-
-class _Readouts(eqx.Module):
-    """The output heads of a student and of its teacher."""
-
-    student: Any
-    teacher: Any
 
 
 def divergences(

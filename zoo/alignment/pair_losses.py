@@ -168,11 +168,11 @@ def _loss(of: OfPairs, reference: Reference | None = None) -> LossFunction:
                 "the reference model ahead (PairDataset.with_reference), or train adapters with "
                 "reference='base'"
             )
-        is_pair_B, counts_BS, reference_BS = is_pair(batch), _answers(batch).sum(-1), 0.0
+        is_pair_B, counts_BS = is_pair(batch), _answers(batch).sum(-1)
         readout, x_BTE = losses.readout_and_input(model, batch, key)
+        reference_BS = jnp.float32(0)
         if reference == "base":
-            of_base_BT = scoring.of_base(model, batch, "reference='base'")
-            reference_BS = _of_answers(of_base_BT, batch)
+            reference_BS = _of_answers(scoring.of_base(model, batch, "reference='base'"), batch)
         elif reference == "batch":
             reference_BS = jax.lax.stop_gradient(batch["reference"].astype(jnp.float32))
 

@@ -53,28 +53,22 @@ class Config(finetuning.Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         check(self.beta, self.label_smoothing)
-        require(
-            self.label_smoothing == 0 or self.objective == "dpo",
-            f"label_smoothing={self.label_smoothing}: objective={self.objective!r} has none; "
-            "leave it out",
-        )
-        require(
-            self.gamma == Config.gamma or self.objective == "simpo",
-            f"gamma={self.gamma}: objective={self.objective!r} has none; leave it out",
-        )
-        require(
-            self.beta == Config.beta or self.objective != "reward",
-            f"beta={self.beta}: objective='reward' has none; leave it out",
-        )
-        given = [
-            f"{name}={getattr(self, name)!r}"
-            for name in ("objective", "beta", "gamma", "label_smoothing")
-            if getattr(self, name) != getattr(Config, name)
-        ]
+        has = {
+            "beta": self.objective != "reward",
+            "gamma": self.objective == "simpo",
+            "label_smoothing": self.objective == "dpo",
+        }
+        names = [x for x in ("objective", *has) if getattr(self, x) != getattr(Config, x)]
+        given = {name: f"{name}={getattr(self, name)!r}" for name in names}
+        for name, told in given.items():
+            require(
+                has.get(name, True),
+                f"{told}: objective={self.objective!r} has none; leave it out",
+            )
         require(
             self.data.format == "preferences" or not given,
-            f"{', '.join(given)}: only data.format='preferences' (now {self.data.format!r}) has "
-            "that",
+            f"{', '.join(given.values())}: only data.format='preferences' (now "
+            f"{self.data.format!r}) has that",
         )
 
 

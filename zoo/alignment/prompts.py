@@ -1,8 +1,6 @@
 """Prompts: rows of files, each with the fields that a reward needs, as a dataset."""
 
-import hashlib
 import itertools
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, NamedTuple
@@ -11,13 +9,14 @@ import numpy as np
 import tyro
 
 from zoo.alignment import puzzles
-from zoo.common import configuration
-from zoo.common.addresses import files_matching
+from zoo.common import checksums, configuration
 from zoo.common.configuration import may_differ, require
 from zoo.data.chats import ChatTemplate, messages_of
 from zoo.data.datasets import HostBatch, Row, SeededDataset, hashed_integer
-from zoo.data.formats import format_of, whole_file
-from zoo.data.tokenizer import Tokenizer, begun, reading
+from zoo.data.formats import format_of
+from zoo.data.splits import plan_splits, text_of
+from zoo.data.tokenizer import Tokenizer
+from zoo.tasks.generation import encode_prompt
 
 
 @dataclass(frozen=True)
@@ -50,89 +49,76 @@ class Data:
 
 
 class Prompt(NamedTuple):
-    """A row, its prompt as text and as ids, and whether it was messages."""
+    """A row of a file, and its prompt as text and as ids."""
 
     row: Mapping[str, Any]
     text: str
     ids: list[int]
-    is_chat: bool
 
 
 class Prompts(SeededDataset):
-    """Prompts as a `zoo.Dataset`: batch k is their numbers, int32[batch], in a seed's order."""
+    """The rows of updates as a `zoo.Dataset`, `group` for each prompt, which a step fills."""
 
-    unit = "tokens"
     padding_waste = 0.0
 
-    def __init__(self, prompts: Sequence[Prompt], batch_size: int, seed: int, tokens: int = 1):
-        """`tokens`: how many an update has per prompt, in the rows of all of its answers."""
-        super().__init__(batch_size, seed, shuffle=True)
-        self.prompts, self.buckets = prompts, (tokens,)
+    def __init__(
+        self, prompts: Sequence[Prompt], batch_size: int, seed: int, *, group: int, empty: HostBatch
+    ):
+        """`batch_size` counts prompts; `empty` is an update of one row."""
+        super().__init__(batch_size * group, seed, shuffle=True)
+        self._prompts, self._count, self._empty = prompts, batch_size, empty
+        self.buckets = empty["tokens"].shape[1:]
         self.batches_per_epoch = -(-len(prompts) // batch_size)
 
     @property
     def fingerprint(self) -> str:
         """A hash of the prompts and of the fields of their rows, in their order."""
-        told = json.dumps([self.batch_size, self.seed, self.prompts], default=str)
-        return hashlib.sha256(told.encode()).hexdigest()
+        return checksums.of_values([self._count, self.seed, *self._prompts])
 
-    def chosen(self, k: int) -> list[int]:
-        """The numbers of the prompts of batch k: an epoch has each once, and goes over into the
-        next."""
-        places = range(k * self.batch_size, (k + 1) * self.batch_size)
-        size = len(self.prompts)
-        return [int(self._place(size, place // size, "prompts", place % size)) for place in places]
+    def chosen(self, k: int) -> list[Prompt]:
+        """The prompts of batch k: an epoch has each once, and goes over into the next."""
+        size, numbers = len(self._prompts), range(k * self._count, (k + 1) * self._count)
+        places = (divmod(number, size) for number in numbers)
+        return [self._prompts[self._place(size, epoch, "prompts", i)] for epoch, i in places]
 
     def row(self, bucket: int) -> Row:
-        """The number of a prompt."""
-        return {"prompt": ((), np.int32)}
+        """The arrays of a row."""
+        return {name: (x.shape[1:], x.dtype.type) for name, x in self._empty.items()}
 
     def _build(self, k: int, rows: range) -> HostBatch:
-        chosen = self.chosen(k)
-        return {"prompt": np.array([chosen[row] for row in rows], np.int32)}
+        return {name: np.repeat(x, len(rows), 0) for name, x in self._empty.items()}
 
 
-def read_prompts(
-    config: Data, tokenizer: Tokenizer, seed: int, tokens: int = 1
-) -> tuple[Prompts, Prompts]:
+def read_prompts(config: Data, tokenizer: Tokenizer) -> tuple[list[Prompt], list[Prompt]]:
     """The prompts to train on, and the held-out ones: by a hash of the prompt's text.
 
     Raises:
         ValueError: a row without a prompt, a prompt of too many tokens, too few of them.
     """
     parts: tuple[list[Prompt], list[Prompt]] = [], []
-    for prompt in _read(config, tokenizer):
-        is_held_out = hashed_integer(10**6, (prompt.text,)) < config.held_out * 10**6
-        parts[is_held_out].append(prompt)
-    for part, what in zip(parts, ("train on", "hold out"), strict=True):
-        require(bool(part), f"data.files={config.files!r}: no prompt to {what}; give more rows")
-    train, held_out = (Prompts(part, config.batch_size, seed, tokens) for part in parts)
-    return train, held_out
-
-
-def _read(config: Data, tokenizer: Tokenizer) -> Iterator[Prompt]:
-    parsing, template = reading(tokenizer, "parse"), None
+    template = None
     for where, row in _rows(config.files):
-        prompt = row.get(config.prompt)
-        if is_chat := isinstance(prompt, list):
-            template = template or ChatTemplate(tokenizer)
-            messages = messages_of(row, config.prompt)
-            text = template(messages, add_generation_prompt=True)
-            ids = np.asarray(template.encode(messages)).tolist()
-        else:
-            require(
-                isinstance(prompt, str) and bool(prompt),
-                f"{where}: no text and no messages in {config.prompt!r}; its fields are "
-                f"{sorted(row)}; name it by --data.prompt",
-            )
-            text = str(prompt)
-            ids = begun(tokenizer, np.asarray(parsing.encode(text)).tolist())
+        try:
+            if isinstance(row.get(config.prompt), list):
+                template = template or ChatTemplate(tokenizer)
+                messages = messages_of(row, config.prompt)
+                text = template(messages, add_generation_prompt=True)
+                ids = template.encode(messages).tolist()
+            else:
+                text = text_of(row, config.prompt)
+                ids = encode_prompt(tokenizer, text)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}; --data.prompt is the field of prompts") from error
         require(
             len(ids) <= config.max_prompt_tokens,
             f"{where}: a prompt of {len(ids)} tokens, and data.max_prompt_tokens="
             f"{config.max_prompt_tokens}: raise it, or leave the row out",
         )
-        yield Prompt(row, text, ids, is_chat)
+        is_held_out = hashed_integer(10**6, (text,)) < config.held_out * 10**6
+        parts[is_held_out].append(Prompt(row, text, ids))
+    for part, what in zip(parts, ("train on", "hold out"), strict=True):
+        require(bool(part), f"data.files={config.files!r}: no prompt to {what}; give more rows")
+    return parts
 
 
 def _rows(files: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -140,7 +126,7 @@ def _rows(files: str) -> Iterator[tuple[str, dict[str, Any]]]:
     if not files:
         made = itertools.islice(puzzles.puzzles(), puzzles.NUM_PROMPTS)
         yield from ((f"puzzle {number}", {**row}) for number, row in enumerate(made, 1))
-    for pattern in filter(None, files.split(",")):
-        for path, name in files_matching(pattern.strip(), "data.files").items():
-            for number, _, row in format_of(str(path)).read(whole_file(path, name)):
-                yield f"{name}, row {number}", row
+        return
+    for split in plan_splits(files, shard_bytes=2**62):
+        for piece in split.pieces:
+            yield from (record[1:] for record in format_of(piece.path).read(piece))

@@ -6,8 +6,9 @@ processes. The answers of step k follow from the seed, k and the weights alone; 
 down before the update, and read again by a resumed step, as a limit of time depends on the machine.
 """
 
+import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,16 +20,14 @@ from zoo import sharding
 from zoo.alignment.answers import Answers, Config
 from zoo.alignment.answers import PolicyConfig as PolicyConfig
 from zoo.alignment.policy import Advantage as Advantage
-from zoo.alignment.policy import PolicyLoss as PolicyLoss
-from zoo.alignment.policy import advantages
+from zoo.alignment.policy import PolicyLoss, advantages
 from zoo.alignment.prompts import Data as Data
-from zoo.alignment.prompts import Prompts, read_prompts
+from zoo.alignment.prompts import Prompt, Prompts, read_prompts
 from zoo.alignment.rewards import Reward
 from zoo.alignment.rollouts import Rollouts, rows_of
 from zoo.alignment.rollouts import rollouts as rollouts
 from zoo.common.configuration import require
 from zoo.data.chats import ChatTemplate
-from zoo.data.datasets import HostBatch, check_batch_size
 from zoo.decoding.decoder import decoder_of
 from zoo.publishing.families import choose_eos_ids
 from zoo.runs import loop
@@ -44,12 +43,13 @@ from zoo.training.step import make_eval_step
 
 @dataclass(frozen=True, kw_only=True)
 class Reinforcement(Training):
-    """A training whose step is on the model's own answers to its data, a dataset of `Prompts`."""
+    """A training whose step is on the model's own answers to the prompts of its data."""
 
     data: Prompts
     answers: Answers
+    loss: PolicyLoss
 
-    def step(self, **options: Any) -> Any:
+    def step(self, **options: Any) -> CompiledStep:
         """The train step; see `Training.step`."""
         return ReinforcedStep(self, super().step(**options))
 
@@ -60,69 +60,39 @@ class ReinforcedStep(CompiledStep):
     def __init__(self, training: Reinforcement, update: CompiledStep):
         vars(self).update(vars(update))  # it is that step, on other batches than it is given
         self._prompts, self._answers = training.data, training.answers
-        self._config, self._run = training.answers.config, training.answers.run
-        run, loss = self._run, self._answers.loss
+        run, policy = training.answers.run, training.loss.config
+        self._config = run.config
         self._scores: CompiledStep | None = None
-        if not loss.on_policy or loss.scores_reference:
-            self._scores = make_eval_step(loss.scores, mesh=run.layout, precision=run.precision)
-
-    def accepted(self, state: TrainState) -> dict[str, Any]:
-        """Any number of a prompt."""
-        return {"prompt": None}
-
-    def compile(self, state: TrainState, *batches: PyTree) -> None:
-        """Compile an update ahead of time: all of them are alike."""
-        super().compile(state, self._shapes())
-
-    def check_sums(self, state: TrainState, batch: PyTree) -> None:
-        """The loss is a sum, as tests show."""
-
-    def trace(self, state: TrainState, batch: PyTree) -> jax.stages.Traced:
-        """An update, of abstract arrays."""
-        return super().trace(state, self._shapes())
-
-    def _shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        count = self._config.data.batch_size * self._config.group_size
-        empty = Rollouts([[0]] * count, [[0]] * count, [[0.0]] * count, np.zeros(count, bool))
-        batch = self._batch(empty, np.zeros(count), None)
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-
-    def _batch(
-        self, found: Rollouts, gains: np.ndarray, scores: Mapping[str, np.ndarray] | None
-    ) -> HostBatch:
-        counted = ~found.cut if self._config.mask_cut else None
-        batch = rows_of(found, gains, self._answers.seq_len, counted=counted)
-        if not self._answers.loss.on_policy:
-            batch["rescored"] = batch["drawn"] if scores is None else scores["rescored"]
-        return batch
+        if not training.loss.on_policy or (policy.kl > 0 and not policy.has_term):
+            scores = training.loss.scores
+            self._scores = make_eval_step(scores, mesh=run.layout, precision=run.precision)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
         """The state after the updates by the answers of a step, and its metrics."""
-        config, answers = self._config, self._answers
-        step = int(state.step) // config.updates
-        prompts = [self._prompts.prompts[i] for i in self._prompts.chosen(step)]
-        began = time.monotonic()
-        key = jax.random.fold_in(answers.key(0), step)
-        found, items = answers.draw(state.model, prompts, config.group_size, key)
+        config, answers, group = self._config, self._answers, self._config.group_size
+        step, began = int(state.step) // config.updates, time.monotonic()
+        prompts = self._prompts.chosen(step)
+        found, items = answers.draw(state.model, prompts, group, answers.key(0, step))
         drawn = time.monotonic()
         rewards = answers.rewards(step + 1, items)
         values = np.array([reward.value(config.reward_on_error) for reward in rewards])
-        metrics = self._described(found, rewards, values)
+        metrics = answer_metrics(config, found, rewards, values)
         num_tokens = sum(map(len, found.answers))
         metrics["rollout_tokens_per_second"] = num_tokens / (drawn - began)
         metrics["rewards_per_second"] = len(values) / max(time.monotonic() - drawn, 1e-9)
-        scores = None
+        rows = rows_of(found, values, config.seq_len)
         if self._scores is not None:
-            before = self._on_mesh(self._batch(found, np.zeros(len(values)), None))
-            scores = jax.device_get(self._scores(state.model, before)[1])
+            scores = jax.device_get(self._scores(state.model, self._on_mesh(rows))[1])
             if "reference" in scores:
-                weights = rows_of(found, values, answers.seq_len)["weights"]
-                apart = ((scores["rescored"] - scores["reference"]) * weights).sum(1)
+                apart = ((scores["rescored"] - scores["reference"]) * rows["weights"]).sum(1)
                 values = values - config.policy.kl * apart
-                metrics["kl"] = float(apart.sum() / weights.sum())
-        gains = advantages(values.reshape(-1, config.group_size), config.advantage)
-        placed = self._on_mesh(self._batch(found, gains.reshape(-1), scores))
-        began = time.monotonic()
+                metrics["kl"] = float(apart.sum() / rows["weights"].sum())
+            if "rescored" in batch:
+                rows["rescored"] = scores["rescored"]
+        rows["advantages"][:] = advantages(values.reshape(-1, group), config.advantage).ravel()
+        if config.mask_cut:
+            rows["weights"][found.cut] = 0
+        placed, began = self._on_mesh(rows), time.monotonic()
         for _ in range(config.updates):
             state, of_update = super().__call__(state, placed)
         jax.block_until_ready(of_update)  # the next answers need the weights
@@ -130,54 +100,57 @@ class ReinforcedStep(CompiledStep):
         metrics["update_tokens_per_second"] = config.updates * num_tokens / seconds
         return state, {**of_update, **metrics}
 
-    def _described(
-        self, found: Rollouts, rewards: Sequence[Reward], values: np.ndarray
-    ) -> dict[str, Any]:
-        config, names = self._config, sorted({name for reward in rewards for name in reward.parts})
-        spread = np.ptp(values.reshape(-1, config.group_size), axis=1)
-        parts = {
-            f"reward/{name}": float(np.mean([r.parts[name] for r in rewards if name in r.parts]))
-            for name in names
-            if name
-        }
-        return {
-            "reward": float(values.mean()),
-            **parts,
-            "solved": float((values >= config.solved).mean()),
-            "answer_tokens": sum(map(len, found.answers)) / len(values),
-            "cut": float(found.cut.mean()),
-            "groups_without_spread": float((spread == 0).mean()),
-            "reward_failures": float(sum(bool(reward.problem) for reward in rewards)),
-        }
+    def _on_mesh(self, rows: dict[str, np.ndarray]) -> PyTree:
+        """Rows that every process has, on the mesh."""
+        over = lambda x: sharding.batch_sharding(self._layout, x.ndim)  # noqa: E731
+        make = jax.make_array_from_callback
+        return jax.tree.map(lambda x: make(x.shape, over(x), x.__getitem__), rows)
 
-    def _on_mesh(self, batch: HostBatch) -> PyTree:
-        """A batch, which every process has as a whole, on the mesh."""
-        layout = self._run.layout
-        if layout.mesh is None:
-            return batch
-        return {
-            name: jax.make_array_from_callback(
-                x.shape, sharding.batch_sharding(layout, x.ndim), x.__getitem__
-            )
-            for name, x in batch.items()
-        }
+
+def answer_metrics(
+    config: Config, found: Rollouts, rewards: Sequence[Reward], values: np.ndarray
+) -> dict[str, Any]:
+    """The metrics of answers and of their rewards."""
+    spread = np.ptp(values.reshape(-1, config.group_size), axis=1)
+    parts = dict[str, list[float]]()
+    for reward in rewards:
+        for name, value in reward.parts.items():
+            parts.setdefault(f"reward/{name}", []).append(value)
+    parts.pop("reward/", None)  # of a function that returns a number
+    return {
+        "reward": float(values.mean()),
+        **{name: float(np.mean(parts[name])) for name in sorted(parts)},
+        "solved": float((values >= config.solved).mean()),
+        "answer_tokens": sum(map(len, found.answers)) / len(values),
+        "cut": float(found.cut.mean()),
+        "groups_without_spread": float((spread == 0).mean()),
+        "reward_failures": float(sum(bool(reward.problem) for reward in rewards)),
+    }
 
 
 def training(
-    run: Run[Config], base: finetuning.Base, prompts: tuple[Prompts, Prompts], answers: Answers
+    run: Run[Config], base: finetuning.Base, prompts: tuple[list[Prompt], ...], answers: Answers
 ) -> Reinforcement:
     """The training on the answers of a model to prompts, with pass@1 on the held-out ones."""
-    config, (data, held_out) = run.config, prompts
+    config, (to_train_on, held_out) = run.config, prompts
+    loss = PolicyLoss(config.policy, config.temperature, on_policy=config.updates == 1)
+    nothing = Rollouts([[0]], [[0]], [[0.0]], np.zeros(1, bool))
+    empty = rows_of(nothing, np.zeros(1), config.seq_len)
+    if not loss.on_policy:
+        empty["rescored"] = empty["drawn"]
+    size, group = config.data.batch_size, config.group_size
+    data = Prompts(to_train_on, size, config.seed, group=group, empty=empty)
     updates = run.steps_of(data) * config.updates
     schedule = optimizers.make_schedule(config.optimizer, updates)
     described = Reinforcement(
         make_model=lambda key, model: prepare(config, model, key),
-        loss_fn=answers.loss.loss,
+        loss_fn=loss.loss,
         optimizer=optimizers.make_optimizer(config.optimizer, updates),
         schedule=lambda step: schedule(step * config.updates),
         data=data,
-        evaluate=answers.evaluator(held_out.prompts),
+        evaluate=functools.partial(answers.evaluate, held_out),
         answers=answers,
+        loss=loss,
     )
     return from_base(described, config, base)
 
@@ -189,15 +162,12 @@ def train(run: Run[Config]) -> dict[str, float]:
         bool(config.reward) or not config.data.files,
         "reward='': name a function by --reward MODULE:NAME",
     )
-    check_batch_size(config.data.batch_size * config.group_size, run.mesh, config.accumulate)
     base = finetuning.Base(run)
     longest = config.data.max_prompt_tokens + config.max_new_tokens
     decoder_of(base.skeleton).check_decoder(longest)
-    [seq_len] = max(config.row_lengths.values())
-    tokens = config.group_size * seq_len
-    data, held_out = read_prompts(config.data, base.tokenizer, config.seed, tokens)
-    run.say(f"{len(data.prompts):,} prompts to train on, {len(held_out.prompts):,} held out")
-    is_chat = any(prompt.is_chat for prompt in data.prompts)
+    data, held_out = read_prompts(config.data, base.tokenizer)
+    run.say(f"{len(data):,} prompts to train on, {len(held_out):,} held out")
+    is_chat = any(isinstance(prompt.row[config.data.prompt], list) for prompt in data)
     turns = ChatTemplate(base.tokenizer).ends_of_turn if is_chat else ()
     ends = (*choose_eos_ids(base.skeleton.config, base.tokenizer), *turns)
     answers = Answers(run, base.tokenizer, ends)

@@ -11,17 +11,16 @@ import contextlib
 import importlib
 import math
 import os
+import queue
 import subprocess
 import sys
-import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-Row = Mapping[str, Any]
-Item = tuple[str, str, Row]
+Item = tuple[str, str, Mapping[str, Any]]  # a prompt, an answer, the prompt's row
 _START = 120.0  # seconds in which a process has imported the function
 _CHILD = "from zoo.alignment.rewards import serve; serve()"
 
@@ -37,69 +36,45 @@ class Reward(NamedTuple):
         return on_error if self.problem else sum(self.parts.values())
 
 
-class Rewards:
-    """A reward function in `workers` processes, each of whose calls may take `seconds`.
+@contextlib.contextmanager
+def rewarding(
+    function: str, *, workers: int = 2, seconds: float = 10.0
+) -> Iterator[Callable[[Sequence[Item]], list[Reward]]]:
+    """A context with the rewards of (prompt, answer, row), in their order, by a function.
 
-    A context; its end ends the processes.
+    It is called in `workers` processes, which the context ends, for `seconds` at most.
 
     Raises:
         ValueError: the function cannot be imported, or is not a function.
     """
+    idle = queue.SimpleQueue[_Worker]()
 
-    def __init__(self, function: str, *, workers: int = 2, seconds: float = 10.0):
-        self.function, self._seconds = function, seconds
-        self._workers = [_Worker(function) for _ in range(workers)]
-
-    def __enter__(self) -> "Rewards":
+    def reward(item: Item) -> Reward:
+        worker = idle.get()
         try:
-            for worker in self._workers:
-                worker.start()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
+            return worker.call(item, seconds)
+        finally:
+            idle.put(worker)
 
-    def __exit__(self, *exception: object) -> None:
-        for worker in self._workers:
-            worker.end()
-
-    def __call__(self, items: Sequence[Item]) -> list[Reward]:
-        """The rewards of (prompt, answer, row), in their order."""
-        found: dict[int, Reward] = {}
-        left, idle = deque(range(len(items))), [*self._workers]
-        busy: dict[Connection, tuple[_Worker, int, float]] = {}
-        while left or busy:
-            while left and idle:
-                worker, index = idle.pop(), left.popleft()
-                worker.send(items[index])
-                busy[worker.connection] = worker, index, time.monotonic() + self._seconds
-            soonest = min(deadline for *_, deadline in busy.values())
-            ready = wait([*busy], max(0.0, soonest - time.monotonic()))
-            now = time.monotonic()
-            for connection, (worker, index, deadline) in [*busy.items()]:
-                if connection in ready:
-                    found[index] = worker.receive()
-                elif now >= deadline:
-                    worker.restart()
-                    found[index] = Reward({}, f"took longer than {self._seconds:g} s")
-                else:
-                    continue
-                del busy[connection]
-                idle.append(worker)
-        return [found[index] for index in range(len(items))]
+    with ThreadPoolExecutor(workers) as threads, contextlib.ExitStack() as stack:
+        for worker in [_Worker(function) for _ in range(workers)]:
+            stack.callback(worker.end)
+            worker.start()
+            idle.put(worker)
+        stack.callback(threads.shutdown, wait=False, cancel_futures=True)
+        yield lambda items: list(threads.map(reward, items))
 
 
 class _Worker:
-    """A process that calls the function, started again where it has ended."""
+    """A process that calls the function, started again for a call once it has ended."""
 
     def __init__(self, function: str):
         self._function = function
-        self.connection: Connection
         self._process: subprocess.Popen | None = None
 
     def start(self) -> None:
         """Start it, and wait until it has imported the function."""
-        self.connection, theirs = Pipe()
+        self._connection, theirs = Pipe()
         self._process = subprocess.Popen(
             [sys.executable, "-c", _CHILD, str(theirs.fileno()), self._function],
             pass_fds=[theirs.fileno()],
@@ -109,57 +84,34 @@ class _Worker:
         )
         theirs.close()
         try:
-            problem = self.connection.recv() if self.connection.poll(_START) else "takes too long"
+            problem = self._connection.recv() if self._connection.poll(_START) else "takes too long"
         except EOFError:
             problem = "ended its process"
         if problem:
             self.end()
             raise ValueError(f"reward={self._function!r}: its import {problem}")
 
-    def send(self, item: Item) -> None:
-        """Have the function called; a process that has ended is started again."""
+    def call(self, item: Item, seconds: float) -> Reward:
+        """The reward that the function gives."""
+        if self._process is None or self._process.poll() is not None:
+            self.start()
         try:
-            self.connection.send(item)
-        except OSError:
-            self.restart()
-            self.connection.send(item)
-
-    def receive(self) -> Reward:
-        """Its result."""
-        try:
-            return Reward(*self.connection.recv())
+            self._connection.send(item)
+            if self._connection.poll(seconds):
+                return Reward(*self._connection.recv())
+            problem = f"took longer than {seconds:g} s"
         except (EOFError, OSError):
-            self.restart()
-            return Reward({}, "ended its process")
-
-    def restart(self) -> None:
-        """Kill it, and start another."""
+            problem = "ended its process"
         self.end()
-        self.start()
+        return Reward({}, problem)
 
     def end(self) -> None:
         """Kill it."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-            self.connection.close()
+            self._connection.close()
             self._process = None
-
-
-def load(function: str) -> Callable[..., Any]:
-    """The function of a `MODULE:NAME`.
-
-    Raises:
-        ValueError: another form, or a name that is no function.
-        ImportError: the module cannot be imported.
-    """
-    module, _, name = function.partition(":")
-    if not (module and name):
-        raise ValueError(f"is of MODULE:NAME, and {function!r} is not")
-    found = getattr(importlib.import_module(module), name, None)
-    if not callable(found):
-        raise ValueError(f"finds no function {name!r} in {module}")
-    return found
 
 
 def parts(value: Any) -> dict[str, float]:
@@ -180,12 +132,14 @@ def parts(value: Any) -> dict[str, float]:
 
 def serve() -> None:
     """Call the function for what comes through a pipe: the main program of a process."""
-    connection = Connection(int(sys.argv[1]))
+    connection, (module, _, name) = Connection(int(sys.argv[1])), sys.argv[2].partition(":")
     with contextlib.suppress(EOFError, OSError):  # the run has ended, or was killed
         try:
-            function = load(sys.argv[2])
+            function = getattr(importlib.import_module(module), name, None) if name else None
         except BaseException as error:
             return connection.send(f"failed: {type(error).__name__}: {error}")
+        if not callable(function):
+            return connection.send(f"finds no function {name!r} in {module!r}: give MODULE:NAME")
         connection.send("")
         while True:
             item = connection.recv()

@@ -1,13 +1,12 @@
 """Rollouts: the answers of a model to prompts, and the batches of a policy's loss made of them."""
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, DTypeLike, Float, Key, PyTree
+from jaxtyping import Array, DTypeLike, Float, Key, PyTree
 
 from zoo.common.configuration import require
 from zoo.data.datasets import HostBatch
@@ -62,17 +61,8 @@ def rollouts(
     return Rollouts(rows, answers, log_probs, cut)
 
 
-def rows_of(
-    found: Rollouts,
-    gains: Float[np.ndarray, "rows"],
-    seq_len: int,
-    *,
-    counted: Bool[np.ndarray, "rows"] | None = None,
-) -> HostBatch:
-    """A batch of `PolicyLoss`: a prompt and its answer per row, padded on the right.
-
-    Rows that are not `counted` have no weight.
-    """
+def rows_of(found: Rollouts, gains: Float[np.ndarray, "rows"], seq_len: int) -> HostBatch:
+    """A batch of `PolicyLoss`: a prompt and its answer per row, padded on the right."""
     shape = len(found.prompts), seq_len
     batch: HostBatch = {
         **{name: np.zeros(shape, np.int32) for name in ("tokens", "targets", "segment_ids")},
@@ -86,22 +76,16 @@ def rows_of(
         batch["tokens"][row, :end], batch["targets"][row, :end] = ids[:-1], ids[1:]
         batch["segment_ids"][row, :end] = 1
         answered = slice(len(prompt) - 1, end)
-        batch["weights"][row, answered] = 1 if counted is None else counted[row]
-        batch["drawn"][row, answered] = log_probs
+        batch["weights"][row, answered], batch["drawn"][row, answered] = 1, log_probs
     return batch
 
 
 def in_dtype(model: PyTree, dtype: DTypeLike) -> PyTree:
     """The model in a dtype, of which only what has another is a copy: no frozen base twice."""
-    like = eqx.filter_eval_shape(lambda model: cast(model, dtype), model)
+    like = eqx.filter_eval_shape(cast, model, dtype)
     wanted, structure = jax.tree.flatten(like)
     leaves = jax.tree.leaves(model)
     pairs = enumerate(zip(leaves, wanted, strict=True))
     others = {i: x for i, (x, y) in pairs if eqx.is_array(x) and x.dtype != y.dtype}
-    found = _cast(others, dtype)
+    found = eqx.filter_jit(cast)(others, dtype)
     return jax.tree.unflatten(structure, [found.get(i, x) for i, x in enumerate(leaves)])
-
-
-@functools.partial(jax.jit, static_argnames="dtype")
-def _cast(arrays: dict[int, Array], dtype: DTypeLike) -> dict[int, Array]:
-    return {i: x.astype(dtype) for i, x in arrays.items()}

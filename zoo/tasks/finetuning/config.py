@@ -149,12 +149,13 @@ class Config(RunConfig):
 
     def completed(self, stored: Mapping[str, Any]) -> "Config":
         """The configuration with the rows of its data and the numbers of its optimizer."""
-        of_rows = self.data.format == "preferences" or self.label is not None
-        rows = self.data.rows or ("bucketed" if of_rows else "packed")
-        optimizer = self.optimizer
+        data, optimizer = self.data, self.optimizer
         if isinstance(optimizer, Optimizer):
             optimizer = optimizer.completed(self.method, stored.get("optimizer", {}))
-        data = dataclasses.replace(self.data, rows=rows)
+        if isinstance(data, Data):
+            of_rows = data.format == "preferences" or self.label is not None
+            rows = data.rows or ("bucketed" if of_rows else "packed")
+            data = dataclasses.replace(data, rows=rows)
         return dataclasses.replace(self, data=data, optimizer=optimizer)
 
     def overrides(self, model: Any) -> dict[str, Any]:
