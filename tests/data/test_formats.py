@@ -259,6 +259,7 @@ def error_of(pattern, kind=ValueError, field="text", shard_bytes=MIB) -> str:
             "{}, line 1: no text in field 'text', but None; its",
         ),
         ("a.jsonl", b'{"text": 3}', "{}, line 1: no text in field 'text', but 3; its"),
+        ("a.jsonl", b'{"text": ["a"]}', "words with tags are rows of --data.format tags"),
         ("a.jsonl", b'{"text": "\\ud800"}', "{}, line 1: lone surrogate at character 0"),
         ("a.jsonl", b'{"text": "\xff"}', "{}, line 1 is not UTF-8: byte 0xff at offset 10"),
         ("a.jsonl", b"[" * 100_000, "{} is a JSON array, and needs an object per line instead"),

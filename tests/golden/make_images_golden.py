@@ -1,12 +1,16 @@
 """Writes images.npz: what the processors of transformers make of pictures, as Pillow computes it.
 
-Needs PyTorch, Pillow and transformers, which the tests do not: `make_images_golden.py`.
+Also the logits of `hf/vit_classes` for a JPEG. Needs PyTorch, Pillow and transformers, which the
+tests do not: `make_images_golden.py`.
 """
 
+import io
 import json
 from pathlib import Path
 
 import numpy as np
+import PIL.Image
+import torch
 import transformers
 
 SETTINGS = {
@@ -29,6 +33,17 @@ def main() -> None:
         arrays[name] = np.asarray(out).transpose(1, 2, 0)
         arrays[f"{name} settings"] = np.array(json.dumps(made.to_dict()))
         print(name, arrays[name].shape, arrays[name].min(), arrays[name].max())
+    file = io.BytesIO()
+    PIL.Image.fromarray(picture).save(file, "JPEG", quality=90)
+    arrays["jpeg"] = np.frombuffer(file.getvalue(), np.uint8)
+    folder = Path(__file__).with_name("hf") / "vit_classes"
+    model = transformers.ViTForImageClassification.from_pretrained(folder)
+    made = transformers.ViTImageProcessorPil(size=dict.fromkeys(("height", "width"), 20))
+    with torch.no_grad():
+        inputs = made(PIL.Image.open(file), return_tensors="pt")
+        arrays["jpeg logits"] = model(**inputs).logits[0].numpy()
+    arrays["jpeg processor"] = np.array(json.dumps(made.to_dict()))
+    print("logits", arrays["jpeg logits"])
     np.savez_compressed(Path(__file__).with_name("images.npz"), **arrays)
 
 

@@ -3,12 +3,15 @@
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import zoo
 from zoo import images
 
-GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "images.npz")
+GOLDENS = Path(__file__).parents[1] / "golden"
+GOLDEN = np.load(GOLDENS / "images.npz")
 NAMES = [name.removesuffix(" settings") for name in GOLDEN if name.endswith(" settings")]
 
 
@@ -23,6 +26,17 @@ def test_pictures_are_processed_as_by_transformers(name: str, tmp_path: Path):
     level = processor.scale / min(processor.std)  # one grey level
     assert np.abs(got["inputs"] - want).max() <= 1.001 * level
     assert np.abs(got["inputs"] - want).mean() < 0.1 * level
+
+
+def test_a_file_gets_the_logits_that_transformers_gives_it(tmp_path: Path):
+    (tmp_path / "preprocessor_config.json").write_text(str(GOLDEN["jpeg processor"]))
+    for label in ("one", "other"):
+        (tmp_path / "photos" / label).mkdir(parents=True)
+        (tmp_path / "photos" / label / "1.jpg").write_bytes(GOLDEN["jpeg"].tobytes())
+    rows = images.Folder(tmp_path / "photos")
+    batch = zoo.batches(rows, 2, transform=images.Processor.of(tmp_path)).batch(0)
+    found = zoo.load(GOLDENS / "hf" / "vit_classes")(jnp.asarray(batch["inputs"]))
+    np.testing.assert_allclose(found, np.stack([GOLDEN["jpeg logits"]] * 2), atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -43,8 +57,3 @@ def test_settings_that_are_not_supported_are_refused(changes: dict, message: str
 def test_a_crop_that_is_larger_is_refused():
     with pytest.raises(ValueError, match=r"crop=\(9, 9\): a picture of 4 x 4 is smaller"):
         images.Processor(size=(4, 4), crop=(9, 9)).resized(np.zeros((6, 6, 3), np.uint8))
-
-
-def test_another_size_keeps_the_rest():
-    processor = images.Processor(size=30, crop=(24, 24), resample=3).for_size(8)
-    assert (processor.size, processor.crop, processor.resample) == ((8, 8), None, 3)

@@ -595,6 +595,7 @@ MISTAKES = {
     "shelf": (["--model=lm-nothing"], "'lm-nothing' is neither a folder nor on the shelf"),
     "pattern": (["--method=full", "--freeze", "blocks.mpl.*"], "matches no parameter"),
     "targets": (["--lora.targets", "blocks.mpl.*"], "matches no matrix"),
+    "folder": (["--data.files={shared}/corpus"], "is a folder, and model='{shared}/base' reads"),
     "fields": (["--data.format=completions"], "has no fields: rows are read from"),
     "template": (["--data.format=chats"], "has no chat template"),
     "rows": (["--label=kind", "--data.rows=packed"], "needs data.rows='bucketed'"),
@@ -604,7 +605,7 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_reported_before_training(mistake, tune, tmp_path, shared, monkeypatch):
     flags, message = MISTAKES[mistake]
-    if mistake in ("length", "buckets", "field", "pattern", "targets"):  # before the text is read
+    if mistake not in ("fields", "rows", "shelf", "template"):  # before the text is read
         monkeypatch.setattr(finetuning, "read_text", None)
     if mistake == "field":
         config = rnn.Config(320, hidden_size=8, num_layers=1)

@@ -213,8 +213,9 @@ def text_of(record: dict[str, Any], field: str) -> str:
     """The text in a field of a record; a ValueError unless it is one."""
     text = record.get(field)
     if not isinstance(text, str):
+        hint = "; words with tags are rows of --data.format tags" if isinstance(text, list) else ""
         raise ValueError(
-            f"no text in field {field!r}, but {text!r:.40}; its fields are {sorted(record)}"
+            f"no text in field {field!r}, but {text!r:.40}; its fields are {sorted(record)}{hint}"
         )
     try:
         text.encode()

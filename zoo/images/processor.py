@@ -1,6 +1,5 @@
 """The pictures that a checkpoint wants: their size and the range of their values."""
 
-import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,10 +82,6 @@ class Processor:
         }
         folder.mkdir(parents=True, exist_ok=True)
         (folder / FILE_NAME).write_text(json.dumps(values, indent=1) + "\n")
-
-    def for_size(self, size: int) -> "Processor":
-        """The same for square pictures of that size."""
-        return dataclasses.replace(self, size=(size, size), crop=None)
 
     def resized(self, image: Pixels) -> UInt8[np.ndarray, "rows columns channels"]:
         """A picture in the size that the model wants, in 8 bits."""

@@ -63,21 +63,15 @@ def training(
 
     The tokens of the held-out part that are hidden never change.
     """
-    steps = run.steps_of(data.train)
     mean_loss = evaluation.evaluator(run, losses.next_token, data.held_out)
 
     def evaluate(model: PyTree, whole: bool) -> dict[str, float]:
         loss = mean_loss(model, whole)["loss"]
         return {"eval_loss": loss, "perplexity": float(np.exp(loss))}
 
-    return Training(
-        make_model=optimizers.initialise(optimizer, make_model),
-        loss_fn=losses.next_token,  # over the positions of weight 1, whose targets are the tokens
-        optimizer=optimizers.make_optimizer(optimizer, steps),
-        schedule=optimizers.make_schedule(optimizer, steps),
-        data=data.train,
-        evaluate=evaluate,
-    )
+    # The loss of the next token is over the positions of weight 1, whose targets are the tokens.
+    of_text = language.training(run, optimizer, data.text, make_model)
+    return dataclasses.replace(of_text, data=data.train, fingerprint="", evaluate=evaluate)
 
 
 def train(run: Run[language.Config], data: Masked, training: Training) -> dict[str, Any]:

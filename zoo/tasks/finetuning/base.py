@@ -2,6 +2,7 @@
 
 import fnmatch
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -13,6 +14,7 @@ from zoo import sharding
 from zoo.common import configuration
 from zoo.common.configuration import require
 from zoo.data.chats import with_chat_template
+from zoo.data.prepared.opening import prepared_folder
 from zoo.data.tokenizer import FILE_NAME, has_tokenizer, load_tokenizer
 from zoo.nn.products import dequantize, is_quantized
 from zoo.nn.protocols import SequenceModel
@@ -66,6 +68,7 @@ class Base:
                 "begin with a transformer, or an RNN with a vocab_size"
             )
         else:
+            _check_text(config)
             language.check_row_lengths(config.row_lengths, self.skeleton.config, config.model)
         # Patterns that match nothing, and adapters that cannot be saved, before the data is read.
         num_classes = 2 if config.label or self.reads_pictures else 0  # or more
@@ -176,6 +179,17 @@ def prepare(config: Config, model: PyTree, key: Key[Array, ""], num_classes: int
     if num_classes:
         return Classifier(model, num_classes, pooling=config.pooling, key=head_key)
     return model
+
+
+def _check_text(config: Config) -> None:
+    """Refuse a folder, as of pictures, before it is searched for text."""
+    files = config.data.files
+    is_folder = Path(files).is_dir() and prepared_folder(files) is None
+    require(
+        not (files and is_folder),
+        f"data.files={files!r} is a folder, and model={config.model!r} reads text: add '/**/*.txt' "
+        "or the like; for a folder of pictures per class give --model a vision transformer",
+    )
 
 
 def _check_pictures(config: Config) -> None:
