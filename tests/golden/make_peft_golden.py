@@ -37,6 +37,11 @@ BASES: dict[str, tuple[Any, dict[str, Any]]] = {
         {"vocab_size": 37, "n_embd": 12, "n_head": 3, "n_layer": 2, "n_positions": 32}
         | {"bos_token_id": None, "eos_token_id": None},
     ),
+    "moe": (
+        transformers.Qwen3MoeConfig,
+        {**SIZES, "num_hidden_layers": 2, "head_dim": 6, "moe_intermediate_size": 12}
+        | {"num_experts": 5, "num_experts_per_tok": 2, "mlp_only_layers": [0]},
+    ),
 }
 ATTENTION = ["q_proj", "v_proj"]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -54,6 +59,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dora": ("qwen2", {"target_modules": "all-linear", "use_dora": True, "use_rslora": True}),
     "conv1d": ("gpt2", {"target_modules": ["c_attn", "c_proj"]}),
     "conv1d_dora": ("gpt2", {"target_modules": ["c_attn"], "use_dora": True}),
+    "experts": (
+        "moe",
+        {
+            "target_modules": ATTENTION,
+            "target_parameters": ["mlp.experts.gate_up_proj", "experts.down_proj"],
+            "rank_pattern": {"experts.down_proj": 2},
+            "lora_dropout": 0.0,
+        },
+    ),
     "head": ("llama", {"target_modules": [*ATTENTION, "lm_head"]}),
     "tokens": ("llama", {"target_modules": ATTENTION, "trainable_token_indices": [36, 3, 11]}),
     "tied_tokens": ("qwen2", {"target_modules": ATTENTION, "trainable_token_indices": [2, 30]}),

@@ -101,6 +101,11 @@ def sums_of_peft(folder: Path, base: Path) -> dict[str, np.ndarray]:
             continue
         prefix = key.removesuffix("lora_A.weight")
         module = prefix.removeprefix("base_model.model.").removesuffix(".")
+        if "experts" in module:
+            found |= experts_of_peft(
+                values, module, down, tensors[f"{prefix}lora_B.weight"], weights
+            )
+            continue
         alpha = values["alpha_pattern"].get(module.rpartition(".")[2], values["lora_alpha"])
         rank = len(down)
         scale = alpha / (rank**0.5 if values["use_rslora"] else rank)
@@ -123,6 +128,19 @@ def sums_of_peft(folder: Path, base: Path) -> dict[str, np.ndarray]:
         elif end == "weight" and f"{module}.weight" in weights:  # of modules_to_save
             found[f"{module}.weight"] = new
     return {**weights, **found}
+
+
+def experts_of_peft(values, module, down, up, weights) -> dict[str, np.ndarray]:
+    """The same of a stack of experts, of which the first parameter is the one inside."""
+    root = module.removesuffix(".base_layer")
+    count = sum(key.startswith(f"{root}.") for key in weights) // 3
+    rank = len(down) // count
+    one, other = down.reshape(count, rank, -1), up.reshape(len(up), rank, count)
+    added = values["lora_alpha"] / rank * np.einsum("ore,eri->eoi", other, one)
+    names = ("down_proj",) if module == root else ("gate_proj", "up_proj")
+    parts = dict(zip(names, np.split(added, len(names), 1), strict=True))
+    keys = {f"{root}.{i}.{name}.weight": x[i] for name, x in parts.items() for i in range(count)}
+    return {key: weights[key] + x for key, x in keys.items()}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -239,6 +257,13 @@ def test_adapters_that_peft_has_not_are_refused(tmp_path: Path):
     for path in ("blocks.mlp.w_up", "blocks.mlp.router"):
         with pytest.raises(PublishError, match=rf"no adapters on {path}: versions of transformers"):
             save(experts, (path,))
+    experts = zoo.load(GOLDEN / "peft" / "moe")
+    with pytest.raises(
+        PublishError, match=r"dense_mlp.w_down: .* PEFT takes a module of this name"
+    ):
+        save(experts, ("blocks.dense_mlp.w_down",))
+    with pytest.raises(PublishError, match=r"on blocks.mlp.w_up: it has no DoRA of experts"):
+        save(experts, ("blocks.mlp.w_up",), dora=True)
     with pytest.raises(PublishError, match=r"on embedding.weight: an embedding is no Linear"):
         save(drawn_transformer(), ("embedding.weight",))
     with pytest.raises(PublishError, match=r"DoRA for all 3 matrices .* only blocks.attention.wq"):
@@ -330,7 +355,7 @@ def test_other_configurations_of_peft_are_refused(mistake: str, tmp_path: Path):
         ("tokens", {"trainable_token_indices": [36, 3, 3]}, r"each is there once"),
         ("tokens", {"trainable_token_indices": {"lm_head": [1]}}, r"has 'lm_head', and the zoo"),
         ("whole", {"trainable_token_indices": [1]}, r"which modules_to_save does not have"),
-        ("tokens", {"target_parameters": ["mlp.experts.down_proj"]}, r"lacks: target_parameters"),
+        ("tokens", {"target_parameters": ["mlp.experts.down_proj"]}, r"target_parameters has 'mlp"),
     ],
 )
 def test_other_rows_and_modules_of_peft_are_refused(name, changes, match, tmp_path: Path):
@@ -567,6 +592,8 @@ WRITTEN = {
     "llama": ("llama", lora.Config(3, 7.0)),
     "qwen2": ("qwen2", lora.Config(3, 5.0, rank_stabilized=True, dora=True)),
     "gpt2": ("gpt2", lora.Config(3, 7.0, (*QV, "blocks.mlp.*"))),
+    "experts": ("moe", lora.Config(3, 7.0, (*QV, "blocks.mlp.w_*"))),
+    "one of the experts' matrices": ("moe", lora.Config(3, 7.0, ("blocks.mlp.w_up",))),
     "head": ("llama", lora.Config(3, 7.0, (*QV, "head.weight"))),
     "tokens": ("llama", lora.Config(3, 7.0, QV, tokens=(3, 36, 11))),
     "tied tokens": ("qwen2", lora.Config(3, 7.0, QV, tokens=(3, 30))),

@@ -4,7 +4,8 @@ PEFT has one adapter per module of transformers', A of [rank, in] and B of [out,
 one per matrix, for all layers together. Which module holds a matrix, and how its axes are joined
 there, is known by the table of its family in `hf`; in a model that Hugging Face lacks a matrix is a
 module of its own, named by its path. A module of several matrices, as GPT-2's `c_attn`, has their
-adapters side by side: its A has the ranks of all of them.
+adapters side by side: its A has the ranks of all of them. A stack of experts has one adapter: the
+rows of its A are [experts, rank], and the columns of its B [rank, experts].
 """
 
 import json
@@ -24,7 +25,7 @@ from jaxtyping import PyTree
 from zoo import sharding
 from zoo.hf import layouts, peft_config, peft_tables
 from zoo.hf.layouts import Layout
-from zoo.hf.peft_config import ADAPTER_CONFIG, ROOT, WEIGHTS, Linear, linears
+from zoo.hf.peft_config import ADAPTER_CONFIG, ROOT, WEIGHTS, Linear, linears, matches, nested
 from zoo.hf.weights import FLOATS
 from zoo.publishing import PublishError
 from zoo.publishing.formats import AdapterFormat, Base, Opened, Options
@@ -50,16 +51,17 @@ def layout(path: str, linear: Linear, field: str, rank: int, prefix: str) -> Lay
     stacked, axes = linear.stacked, [*linear.sizes]
     inside = [axis for axis in axes if axis in linear.inputs.split(".")]
     outside = [axis for axis in axes if axis in linear.outputs.split(".")]
+    rows, columns = ("experts.rank", "rank.experts") if linear.parameter else ("rank", "rank")
     ours, theirs, split = {
-        "down": ([*inside, "rank"], f"rank {linear.inputs}", ()),
-        "up": (["rank", *outside], f"{linear.outputs} rank", linear.split),
+        "down": ([*inside, "rank"], f"{rows} {linear.inputs}", ()),
+        "up": (["rank", *outside], f"{linear.outputs} {columns}", linear.split),
         "magnitude": (outside, linear.outputs, linear.split),
     }[field]
     sizes = {**linear.sizes, "rank": rank}
     names = (*stacked, *ours)
     shape = tuple(sizes[axis] for axis in names)
-    rows = ("", linear.part[0]) if len(split) else None
-    tensor = layouts.Tensor(f"{ROOT}{linear.module}.{ENDS[field]}", theirs, rows=rows)
+    own = ("", linear.part[0]) if len(split) else None
+    tensor = layouts.Tensor(f"{ROOT}{linear.module}.{ENDS[field]}", theirs, rows=own)
     return Layout(path, shape, names, tensor, prefix, linear.layers, split)
 
 
@@ -80,27 +82,28 @@ class _Adapters:
         prefixes, _, table, _ = linears(base)
         self._stored = outline(self.path)
         self.prefix = _prefix(prefixes, table, self._stored)
-        self.table = {
-            path: linear
-            for path, linear in table.items()
-            if any(map(self.options.has, linear.names(self.prefix)))
-        }
+        self.table = {path: linear for path, linear in table.items() if any(self._has(linear))}
         self._check_targets(table)
+        self.table = nested(self.table)
         chosen = peft_tables.chosen(base, self.options, table, self.prefix, self._where)
         self._new = {
             f"{path}.new": peft_tables.layout(path, table[path], ids, self.prefix)
             for path, ids in chosen.items()
         }
-        self._modules = {
-            name: linear
+        found = [
+            (name, linear, target)
             for linear in self.table.values()
-            for name in linear.names(self.prefix)
-            if self.options.has(name)
-        }
+            for name, target in zip(
+                linear.names(self.prefix), linear.targets(self.prefix), strict=True
+            )
+            if self.options.has(target, is_parameter=bool(linear.parameter))
+        ]
+        self._modules = {name: linear for name, linear, _ in found}
+        self._targets = {name: target for name, _, target in found}
         fields = [x for x in ENDS if x != "magnitude" or self.options.use_dora]
         wanted = {
             f"{ROOT}{name}.{ENDS[field]}": layout(
-                "", linear, field, self.options.rank(name), self.prefix
+                "", linear, field, self.options.rank(self._targets[name]), self.prefix
             ).tensor_shape
             for name, linear in self._modules.items()
             for field in fields
@@ -108,7 +111,7 @@ class _Adapters:
         wanted |= {name: x.tensor_shape for x in self._new.values() for name, _ in x.names()}
         wanted |= {x: y for x, y in self._copies().items() if x in self._stored}
         check_tensors(f"{self.path}", {x: y.shape for x, y in self._stored.items()}, wanted)
-        first = max(self._modules, key=self.options.rank)
+        first = max(self._targets.values(), key=self.options.rank)
         self._scale = self.options.scale(first)
         # Dropout is for training, and only hidden matrices have it.
         has_dropout = all(map(lora.matrices(base).get, self.table))
@@ -146,22 +149,30 @@ class _Adapters:
 
         return Opened(eqx.combine(own, whole), load)
 
+    def _has(self, linear: Linear) -> list[bool]:
+        """Whether each layer of a matrix has an adapter."""
+        has = partial(self.options.has, is_parameter=bool(linear.parameter))
+        return [has(target) for target in linear.targets(self.prefix)]
+
     def _check_targets(self, table: dict[str, Linear]) -> None:
         if not self.table:
-            modules = sorted({linear.names(self.prefix)[0] for linear in table.values()})
+            modules = sorted({linear.targets(self.prefix)[0] for linear in table.values()})
             raise PublishError(
                 f"{self._where}: target_modules={self.options.target_modules!r} matches no matrix "
                 f"of the model; its modules are {', '.join(modules)}"
             )
+        known = {x for y in self.table.values() if y.parameter for x in y.targets(self.prefix)}
+        for name in self.options.target_parameters or ():
+            if not any(matches((name,), target) for target in known):
+                raise PublishError(
+                    f"{self._where}: target_parameters has {name!r}, and the zoo reads adapters on "
+                    "mlp.experts.gate_up_proj and mlp.experts.down_proj of a model that has them"
+                )
         refused = {path: linear.refusal for path, linear in self.table.items() if linear.refusal}
         if refused and self.options.target_modules != ALL_LINEAR:
             raise PublishError(f"{self._where}: {_refusal(*next(iter(refused.items())))}")
         self.table = {path: x for path, x in self.table.items() if path not in refused}
-        partly = [
-            path
-            for path, linear in self.table.items()
-            if not all(map(self.options.has, linear.names(self.prefix)))
-        ]
+        partly = [path for path, linear in self.table.items() if not all(self._has(linear))]
         if partly and self.options.use_dora:
             raise PublishError(
                 f"{self._where}: use_dora=True and adapters on some layers of {partly[0]} only; "
@@ -207,12 +218,16 @@ class _Adapters:
         if module not in self._modules:
             linear = next(x for x in self.table.values() if module in x.names(self.prefix))
             return np.zeros(layout("", linear, field, rank, self.prefix).tensor_shape, np.float32)
-        tensor, lacking = read(self.path, name, ()), rank - self.options.rank(module)
-        factor = self.options.scale(module) / self._scale
+        target, count = self._targets[module], self._modules[module].num_experts
+        tensor, lacking = read(self.path, name, ()), rank - self.options.rank(target)
+        factor = self.options.scale(target) / self._scale
         if field == "up" and factor != 1:
             tensor = tensor.astype(np.float32) * np.float32(factor)
-        widths = {"down": ((0, lacking), (0, 0)), "up": ((0, 0), (0, lacking))}
-        return np.pad(tensor, widths[field]) if lacking and field in widths else tensor
+        if lacking and field == "down":
+            by_expert = tensor.reshape(count, -1, tensor.shape[1])
+            whole = np.pad(by_expert, ((0, 0), (0, lacking), (0, 0)))
+            return whole.reshape(count * rank, -1)
+        return np.pad(tensor, ((0, 0), (0, lacking * count))) if field == "up" else tensor
 
 
 def _prefix(prefixes: tuple[str, ...], table: dict[str, Linear], stored: Any) -> str:
@@ -284,7 +299,7 @@ class _Peft(AdapterFormat):
         prefixes, _, table, is_of_family = linears(model)
         if not is_of_family:  # it has only paths
             return {}
-        return {path: linear.names(prefixes[0])[0] for path, linear in table.items()}
+        return {path: linear.targets(prefixes[0])[0] for path, linear in table.items()}
 
 
 PEFT = _Peft()
@@ -293,10 +308,11 @@ PEFT = _Peft()
 def _by_module(table: dict[str, Linear], config: lora.Config) -> list[dict[str, Linear]]:
     """The matrices with adapters, by their paths, of one module after the other."""
     found: dict[str, dict[str, Linear]] = {}
-    for path in config.targets:
-        if table[path].refusal:
-            raise PublishError(_refusal(path, table[path].refusal))
-        found.setdefault(table[path].module, {})[path] = table[path]
+    for path, linear in nested({path: table[path] for path in config.targets}).items():
+        no_lengths = "it has no DoRA of experts" if config.dora and linear.parameter else ""
+        if reason := linear.refusal or no_lengths:
+            raise PublishError(_refusal(path, reason))
+        found.setdefault(linear.module, {})[path] = linear
     return [*found.values()]
 
 
@@ -307,7 +323,8 @@ def _tensors(parts: dict[str, tuple[lora.Adapted, Linear]], prefix: str) -> dict
     the outputs of another; so are both where a matrix has no adapter.
     """
     nodes = {linear.part[0]: node for node, linear in parts.values()}
-    count = next(iter(parts.values()))[1].part[1]
+    any_linear = next(iter(parts.values()))[1]
+    count, experts = any_linear.part[1], any_linear.num_experts
     one = next(iter(nodes.values()))
     fields = [field for field in ENDS if getattr(one, field) is not None]
     places = {
@@ -321,8 +338,16 @@ def _tensors(parts: dict[str, tuple[lora.Adapted, Linear]], prefix: str) -> dict
         for number, node in nodes.items():
             found, ranks = places[number, field], slice(number * one.rank, (number + 1) * one.rank)
             rows = slice(None) if found.own_rows is None else found.own_rows
-            where: Any = {"down": ranks, "up": (rows, ranks), "magnitude": rows}[field]
-            made[where] = found.write(at, gathered(getattr(node, field)[found.at(at)]))
+            part = found.write(at, gathered(getattr(node, field)[found.at(at)]))
+            if field == "down":
+                by_expert = made.reshape(experts, -1, shape[1])
+                by_expert[:, ranks] = part.reshape(experts, one.rank, -1)
+            elif field == "up":
+                made.reshape(shape[0], -1, experts)[rows, ranks] = part.reshape(
+                    -1, one.rank, experts
+                )
+            else:
+                made[rows] = part
         yield made
 
     tensors = {}

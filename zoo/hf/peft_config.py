@@ -2,8 +2,10 @@
 
 A module holds a matrix, or several. They are those of the model's family in Hugging Face's format:
 `q_proj`, `c_attn`; in a model that it lacks a matrix is a module of its own, named by its path.
+Experts are parameters of one module, stacked: `mlp.experts.gate_up_proj` and `down_proj`.
 """
 
+import dataclasses
 import json
 import math
 import re
@@ -48,6 +50,13 @@ _ENDS: dict[tuple, str] = {
     ("vocab", "embed"): "embedding",
     ("embed", "vocab"): "head",
 }  # by their logical axes
+# The experts that files have one by one, and transformers stacks in two parameters of a module.
+_EXPERT = re.compile(r"(.*\bmlp\.experts)\.\{experts\}\.(gate|up|down)_proj\.weight")
+_PARAMETERS = {"gate": ("gate_up_proj", 0, 2), "up": ("gate_up_proj", 1, 2)}
+_PARAMETERS["down"] = "down_proj", 0, 1
+_INSIDE = ".base_layer"
+_OF_EXPERTS = re.compile(r"\.(gate|up|down)_proj$")
+_TAKEN = "in a model with experts PEFT takes a module of this name for theirs"
 _NOTHING: tuple[Any, ...] = (None, False, "none", [], {})
 
 
@@ -75,6 +84,18 @@ class Linear:
     """The layers that have the matrix; None if all have it."""
     end: str = ""
     """"embedding" or "head" where the matrix is that of tokens."""
+    parameter: str = ""
+    """The module's parameter, where that is a stack of experts; it is the weight otherwise."""
+
+    def targets(self, prefix: str) -> list[str]:
+        """The name in each layer by which a configuration chooses it."""
+        names = (name.removesuffix(_INSIDE) for name in self.names(prefix))
+        return [f"{name}.{self.parameter}" if self.parameter else name for name in names]
+
+    @property
+    def num_experts(self) -> int:
+        """The matrices that are stacked in one adapter."""
+        return self.sizes["experts"] if self.parameter else 1
 
     def names(self, prefix: str) -> list[str]:
         """The name of the module in each layer; where each expert has one, of the first one's."""
@@ -129,22 +150,24 @@ def linears(model: PyTree) -> Linears:
             tensor = places[key]
         groups = (tensor.axes or " ".join(axes[len(stacked) :])).split()
         is_transposed = {*into.split(".")} <= {*groups[0].split(".")}
-        refusal = ""
-        if stacked not in ([], [LAYER]) or (family and "routes" in axes):
+        name, part, refusal, parameter = tensor.name, tensor.part or (0, 1), "", ""
+        if family and (expert := _EXPERT.fullmatch(name)):
+            name, (parameter, *numbers) = expert[1], _PARAMETERS[expert[2]]
+            part = numbers[0], numbers[1]
+        elif stacked not in ([], [LAYER]) or (family and "routes" in axes):
             refusal = "versions of transformers name experts and their routers differently"
             if family is None:
                 refusal = f"a stack of matrices along {', '.join(stacked)}"
         elif "embedding" in key:
             refusal = "an embedding is no Linear"
         split: Sequence[np.ndarray] = ()
-        part = tensor.part or (0, 1)
         if tensor.rows is not None:
             split = splits[tensor.rows[0]]
             part = tensor.rows[1], len(split)
-        elif tensor.part is not None:
+        elif part[1] > 1:
             split = np.split(np.arange(part[1] * math.prod(leaf.shape[outputs[0] :])), part[1])
         found[key] = Linear(
-            module=tensor.name.removesuffix(".weight"),
+            module=name.removesuffix(".weight"),
             sizes=dict(zip(axes, leaf.shape, strict=True)),
             inputs=groups[not is_transposed],
             outputs=groups[is_transposed].removeprefix("part."),
@@ -154,9 +177,14 @@ def linears(model: PyTree) -> Linears:
             split=split,
             layers=layers_of(getattr(plain, "config", None), key) if family else None,
             end=_ENDS.get(names, ""),
+            parameter=parameter,
         )
 
     map_parameters(add, plain)
+    if any(linear.parameter for linear in found.values()):
+        for path, linear in found.items():
+            if not linear.parameter and _OF_EXPERTS.search(linear.module):
+                found[path] = dataclasses.replace(linear, refusal=_TAKEN)
     is_lm = family is not None and "LM" in family.architecture and plain.config.causal
     task = "CAUSAL_LM" if is_lm else "FEATURE_EXTRACTION"
     first = family.prefix(plain.config) if family else ""
@@ -164,10 +192,24 @@ def linears(model: PyTree) -> Linears:
     return Linears(prefixes, task, found, family is not None)
 
 
+def nested(chosen: Mapping[str, Linear]) -> dict[str, Linear]:
+    """The matrices with adapters by path, in the modules that PEFT makes of them.
+
+    It wraps a module once for each parameter, in their order, so that the first is inside.
+    """
+    outer = {x.module for x in chosen.values() if x.parameter == "down_proj"}
+    return {
+        path: dataclasses.replace(x, module=x.module + _INSIDE)
+        if x.parameter == "gate_up_proj" and x.module in outer
+        else x
+        for path, x in chosen.items()
+    }
+
+
 def short_names(linear: Linear, others: Collection[Linear], prefix: str) -> list[str]:
-    """The names for `target_modules` that mean a module in all layers, and none of the others."""
-    names = linear.names(prefix)
-    modules = {other.names(prefix)[0] for other in others} | {names[0]}
+    """The names to choose a module by in all layers, and none of the others."""
+    names = linear.targets(prefix)
+    modules = {other.targets(prefix)[0] for other in others} | {names[0]}
     words = re.sub(r".*\.\d+\.", "", names[0]).split(".")
     for start in reversed(range(len(words))):
         end = ".".join(words[start:])
@@ -191,6 +233,7 @@ class Options:
     use_rslora: bool = False
     use_dora: bool = False
     lora_dropout: float = 0.0
+    target_parameters: tuple[str, ...] | None = None
     modules_to_save: tuple[str, ...] | None = None
     trainable_token_indices: tuple[int, ...] | dict | None = None
     ensure_weight_tying: bool = False
@@ -208,8 +251,10 @@ class Options:
         rank = self.rank(module)
         return self.alpha(module) / (math.sqrt(rank) if self.use_rslora else rank)
 
-    def has(self, module: str) -> bool:
-        """Whether a module has an adapter, as PEFT decides it."""
+    def has(self, module: str, *, is_parameter: bool) -> bool:
+        """Whether a module, or a parameter, has an adapter, as PEFT decides it."""
+        if is_parameter:
+            return matches(self.target_parameters or (), module)
         if self.exclude_modules and matches(self.exclude_modules, module):
             return False
         targets = self.target_modules
@@ -291,7 +336,7 @@ def _check(options: Options) -> None:
     r, alpha = options.r, options.lora_alpha
     configuration.require(r > 0 and alpha > 0, f"r={r}, lora_alpha={alpha}: must be positive")
     configuration.require(
-        options.target_modules is not None,
+        options.target_modules is not None or bool(options.target_parameters),
         "target_modules=None: PEFT's defaults change with its version; list the modules",
     )
 
@@ -330,12 +375,14 @@ def fields(
     rank, alpha = config.rank, config.alpha
     root = math.sqrt if config.rank_stabilized else float  # what alpha is divided by
     names = {linear.module: short_names(linear, others, prefix) for linear in modules}
+    chosen = [(name, bool(x.parameter)) for x in modules for name in names[x.module]]
     joined = {re.escape(x): y.part[1] for y in modules if y.part[1] > 1 for x in names[y.module]}
     return {
         "peft_type": "LORA",
         "r": rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-        "target_modules": sorted(name for found in names.values() for name in found),
+        "target_modules": sorted(name for name, is_parameter in chosen if not is_parameter),
+        "target_parameters": sorted(name for name, is_parameter in chosen if is_parameter) or None,
         "rank_pattern": {name: rank * n for name, n in joined.items()},
         "alpha_pattern": {name: alpha * root(n) for name, n in joined.items()},
         "fan_in_fan_out": any(linear.is_transposed for linear in modules),
