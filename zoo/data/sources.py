@@ -292,8 +292,9 @@ class SourceDataset(RowDataset):
         of_iterator = isinstance(self._source, IteratedRows)
         read = self._source.at_once(chosen.tolist()).get if of_iterator else self._read
         make = lambda i: self._alike(bucket, i, self._made(epoch, i, read(i)))  # noqa: E731
-        with ThreadPoolExecutor(self._threads) as pool:
-            made = [*pool.map(make, chosen.tolist())]
+        with ThreadPoolExecutor(self._threads) as pool:  # a part each: a call per row costs more
+            parts = np.array_split(chosen, self._threads)
+            made = [x for part in pool.map(lambda p: [*map(make, p.tolist())], parts) for x in part]
         return {
             **{name: np.stack([row[name] for row in made]) for name in made[0]},
             "weights": weights,

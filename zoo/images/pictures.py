@@ -126,7 +126,10 @@ class Folder(_Pictures):
 
     def __init__(self, folder: str | Path, *, channels: int = 3, skip_damaged: bool = False):
         self.folder = Path(folder)
-        require(self.folder.is_dir(), f"folder={str(folder)!r}: there is no such folder")
+        require(
+            self.folder.is_dir(),
+            f"folder={str(folder)!r}: there is no such folder; give one with a folder per class",
+        )
         classes = sorted(x.name for x in os.scandir(folder) if x.is_dir() and x.name[0] != ".")
         require(
             len(classes) > 1,
