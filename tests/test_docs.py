@@ -41,7 +41,7 @@ LAUNCH = sorted((DOCS / "launch").iterdir())
 
 # Pages whose blocks take long, and the blocks that nothing here can run: ```python run="…".
 SLOW = {
-    *(f"docs/concepts/{name}.md" for name in ("derivatives", "models", "precision")),
+    *(f"docs/concepts/{name}.md" for name in ("derivatives", "models", "precision", "recurrences")),
     *(f"docs/guides/{name}.md" for name in ("distillation", "evaluation", "finetuning")),
     *(f"docs/guides/{name}.md" for name in ("generate", "preferences", "rewards")),
     *(f"docs/how-to/{name}.md" for name in ("attention", "freeze", "precision", "recurrence")),

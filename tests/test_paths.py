@@ -170,6 +170,7 @@ def files_run(function: Callable[[], object]) -> list[str]:
     return sorted(x.relative_to(ZOO).as_posix() for x in paths if x.is_relative_to(ZOO))
 
 
+@pytest.mark.slow
 def test_files_are_seen():
     assert files_run(lambda: None) == []
     assert "sharding/mesh.py" in files_run(lambda: zoo.make_mesh("data=8"))

@@ -159,7 +159,7 @@ def test_a_killed_run_ends_the_same(tmp_path, monkeypatch):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", [pytest.param("full", marks=pytest.mark.slow), "lora"])
 def test_a_reward_model_is_trained_saved_and_scores(method, tmp_path, capsys):
     config = config_of(tmp_path, tmp_path / "run", method=method, steps=24)
     finetune.main(config)

@@ -48,7 +48,11 @@ def near(model: Any, scale: float) -> Any:
     return eqx.combine(jax.tree.unflatten(tree, noisy), rest)
 
 
-@pytest.mark.parametrize("name", ["transformer", "lstm", *MIXERS])
+@pytest.mark.parametrize(
+    "name",
+    ["transformer", "lstm", "mlstm"]
+    + [pytest.param(x, marks=pytest.mark.slow) for x in MIXERS if x != "mlstm"],
+)
 def test_tokens_read_at_once_equal_those_read_one_by_one(name: str):
     decoder = decoder_of(model_of(name))
     tokens = jnp.asarray([[1, 2, 3, 4, 5, 6], [0, 0, 2, 2, 1, 3]], jnp.int32)

@@ -35,6 +35,9 @@ WINDOWED |= {"phi3", "smollm3", "olmo3", "exaone4", "ministral", "starcoder2", "
 # Every variant of the maths by default, the others with -m slow.
 QUICK = {"cohere2", "deepseek_v3", "gemma3", "gpt2", "mixtral", "olmo2", "qwen2_windows"}
 SLOW = pytest.mark.slow
+# The larger ones, of which another case has the maths too.
+SIBLINGS = {"deepseek_v2", "ernie4_5_moe", "glm4_moe_biases", "granite_hybrid_moe"}
+SIBLINGS |= {"olmo_hybrid_rotary", "qwen2_moe", "qwen3_5", "qwen3_5_moe"}
 GREEDY = [name if name in QUICK else pytest.param(name, marks=SLOW) for name in DECODERS]
 WINDOWS = [x if x in WINDOWED | QUICK else pytest.param(x, marks=SLOW) for x in DECODERS]
 # Kept keys stay as they were once a text grows beyond the length that LongRoPE begins with.
@@ -89,7 +92,9 @@ def outputs_of_images(model: Any, golden: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=SLOW) if x in SIBLINGS else x for x in CASES]
+)
 def test_outputs_match_transformers(name: str):
     golden = np.load(GOLDEN / name / "golden.npz")
     seen = golden["mask"] if "mask" in golden else slice(None)

@@ -45,6 +45,7 @@ def train(folder, corpus, *flags):
     return losses(folder)
 
 
+@pytest.mark.slow
 def test_an_encoder_learns_alike_on_a_mesh(corpus, tmp_path, capsys):
     one = train(tmp_path / "one", corpus)
     said = capsys.readouterr().out

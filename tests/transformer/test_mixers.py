@@ -242,8 +242,8 @@ def test_a_token_changes_what_is_behind_it_alone(kind):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"scan_layers": False},
-        {"remat": "full"},
+        pytest.param({"scan_layers": False}, marks=pytest.mark.slow),
+        pytest.param({"remat": "full"}, marks=pytest.mark.slow),
         {"remat": "save:query,mlp_input"},
         {"num_layers": 1, "scan_layers": False},  # less than a round
     ],
@@ -260,8 +260,8 @@ def test_the_loop_and_what_it_keeps_change_nothing(changes):
 @pytest.mark.parametrize(
     ("kind", "spec"),
     [
-        ("mamba2", "data=2,fsdp=2,tensor=2"),
-        ("mlstm", "context=4,tensor=2"),
+        pytest.param("mamba2", "data=2,fsdp=2,tensor=2", marks=pytest.mark.slow),
+        pytest.param("mlstm", "context=4,tensor=2", marks=pytest.mark.slow),
         ("gated_deltanet", "fsdp=2,context=2,tensor=2"),
         *(
             pytest.param(kind, f"context={parts}", marks=pytest.mark.slow)
@@ -292,6 +292,7 @@ def test_the_mesh_does_not_change_losses_and_gradients(kind, spec):
     assert_trees_close(found[1], gradient, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_hybrid_trains_on_a_mesh_in_bf16():
     optimizer, mesh = optax.adam(1e-2), zoo.make_mesh("data=2,fsdp=2,tensor=2")
     make = make_transformer(**hybrid(dropout=0.1, **GATED))
@@ -305,14 +306,10 @@ def test_a_hybrid_trains_on_a_mesh_in_bf16():
     assert state.model.blocks.recurrence.gates.bias.dtype == jnp.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "bits"),
-    [
-        ("mamba2", "int4"),
-        pytest.param("gated_deltanet", "int4", marks=pytest.mark.slow),
-        pytest.param("gated_deltanet", "int8", marks=pytest.mark.slow),
-        pytest.param("mlstm", "int8", marks=pytest.mark.slow),
-    ],
+    [("mamba2", "int4"), ("gated_deltanet", "int4"), ("gated_deltanet", "int8"), ("mlstm", "int8")],
 )
 def test_adapters_train_beside_quantised_matrices_of_recurrent_layers(kind, bits, tmp_path):
     """As beside plain matrices of the same numbers, which are not those before."""

@@ -56,7 +56,10 @@ def gradients(kind: str, mesh: str) -> dict[str, np.ndarray]:
     return {path: before[path] - after[path] for path in before}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    ["registers", *(pytest.param(x, marks=pytest.mark.slow) for x in KINDS if x != "registers")],
+)
 def test_gradients_on_meshes_are_those_of_one_device(kind: str):
     want = gradients(kind, "")
     # A bias on keys makes no difference to a softmax over them.
