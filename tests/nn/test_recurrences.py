@@ -403,8 +403,8 @@ def test_weights_are_drawn_apart(name):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_products_are_counted(name):
-    """Against the products of the program, for one chunk, whose small ones are sums."""
-    config = RecurrenceConfig(num_heads=2, key_dim=6, value_dim=10, chunk=64)
+    """Against the products of the program, for one chunk; its smallest are sums."""
+    config = RecurrenceConfig(num_heads=2, key_dim=24, value_dim=40, chunk=64)
     layer = LAYERS[name](config, 24, 32, "embed", key=KEY)
     x = jax.ShapeDtypeStruct((3, 64, 24), jnp.float32)
     jaxpr = jax.make_jaxpr(lambda x: layer(x, layer.initial_state(3), Marks()))(x)
