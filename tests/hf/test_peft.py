@@ -594,6 +594,7 @@ WRITTEN = {
     "gpt2": ("gpt2", lora.Config(3, 7.0, (*QV, "blocks.mlp.*"))),
     "experts": ("moe", lora.Config(3, 7.0, (*QV, "blocks.mlp.w_*"))),
     "one of the experts' matrices": ("moe", lora.Config(3, 7.0, ("blocks.mlp.w_up",))),
+    **{name: (f"../hf/{name}", lora.Config(3, 7.0)) for name in ("opt", "ministral3", "apertus")},
     "head": ("llama", lora.Config(3, 7.0, (*QV, "head.weight"))),
     "tokens": ("llama", lora.Config(3, 7.0, QV, tokens=(3, 36, 11))),
     "tied tokens": ("qwen2", lora.Config(3, 7.0, QV, tokens=(3, 30))),
@@ -622,6 +623,9 @@ def test_peft_opens_adapters_of_the_zoo(name: str, tmp_path: Path):
         logits = theirs(ids).logits.numpy()
     np.testing.assert_allclose(model(TOKENS), logits, atol=1e-5)
     assert np.abs(logits - before).max() > 0.1
+    theirs.save_pretrained(tmp_path / "again")
+    again = merge(zoo.load_adapters(tmp_path / "again", zoo.load(base)))
+    np.testing.assert_allclose(again(TOKENS), logits, atol=1e-5)
     named = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapters")
     with torch.no_grad():
         np.testing.assert_allclose(named(ids).logits.numpy(), logits, atol=1e-6)
