@@ -4,7 +4,7 @@ import sysconfig
 import pytest
 
 from zoo.data import documents
-from zoo.data.documents import Document, functions
+from zoo.data.documents import Document, functions_of
 
 
 def write(path, content):
@@ -36,15 +36,14 @@ if os:
 '''
 
 
-def test_python_functions_become_documents():
-    found = functions([Document("a.py", SOURCE), Document("a.txt", "def"), Document("b.py", "def")])
-    assert found == [
-        Document("a.py:3", "@cache\ndef one():\n    def inner(): pass\n    return inner\n"),
-        Document("a.py:10", 'async def two(self):\n    """Text."""\n'),
-        Document("a.py:14", "def three(): pass\n"),
-        Document("a.txt", "def"),
-        Document("b.py", "def"),
+def test_functions_are_found_with_their_lines():
+    assert [*functions_of("a.py", SOURCE)] == [
+        (3, "@cache\ndef one():\n    def inner(): pass\n    return inner\n"),
+        (10, 'async def two(self):\n    """Text."""\n'),
+        (14, "def three(): pass\n"),
     ]
+    for name in ("a.txt", "b.py"):  # no Python
+        assert [*functions_of(name, "def")] == [(0, "def")]
 
 
 # --- The standard library

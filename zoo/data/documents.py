@@ -20,11 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class Document(NamedTuple):
-    """A text, its name (relative to the folder it was found in) and, optionally, its label."""
+    """A text, and its name, relative to the folder it was found in."""
 
     name: str
     text: str
-    label: str | None = None
 
 
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -73,21 +72,11 @@ def help_topics() -> list[Document]:
     return [Document(name, text) for name, text in sorted(topics.items())]
 
 
-def functions(documents: Sequence[Document]) -> list[Document]:
-    """Each function of the Python files among the documents as a document of its own.
+def functions_of(name: str, text: str) -> Iterator[tuple[int, str]]:
+    """(line, text) of each function of a file; of what is no Python (0, all of it).
 
     These are top-level functions and methods with their decorators and inner functions, dedented.
-    A document that this version of Python cannot parse stays as it is.
     """
-    return [
-        Document(f"{document.name}:{line}" if line else document.name, text, document.label)
-        for document in documents
-        for line, text in functions_of(document.name, document.text)
-    ]
-
-
-def functions_of(name: str, text: str) -> Iterator[tuple[int, str]]:
-    """(line, text) of each function of a file; of what is no Python (0, all of it)."""
     try:
         tree = ast.parse(text) if name.endswith(".py") else None
     except (SyntaxError, ValueError):

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from zoo.data.documents import Document, functions, held_out_split, standard_library, unit_hash
+from zoo.data.documents import Document, functions_of, held_out_split, standard_library, unit_hash
 
 MOST = 400  # examples
 CHOICES = 4
@@ -91,14 +91,20 @@ def _split(documents: Sequence[Document] | None) -> tuple[list[Document], list[D
 
 def _held_out(documents: Sequence[Document] | None) -> list[Function]:
     training, held_out = _split(documents)
-    seen = {_without_constants(document.text) for document in functions(training)}
+    seen = {_without_constants(document.text) for document in _functions(training)}
     lines_of = {document.name: document.text.split("\n") for document in held_out}
     found: list[Function] = []
-    for document in functions(held_out):
+    for document in _functions(held_out):
         if (text := _without_constants(document.text)) not in seen:
             seen.add(text)
             found += _read(document, lines_of)
     return found
+
+
+def _functions(documents: Sequence[Document]) -> Iterator[Document]:
+    for name, text in documents:
+        for line, function in functions_of(name, text):
+            yield Document(f"{name}:{line}", function)
 
 
 def _without_constants(text: str) -> str:
