@@ -16,7 +16,7 @@ import tyro
 import zoo
 from benchmarks.harness import Table, Timing, in_turn, main
 from zoo import reinforcement, transformer
-from zoo.alignment.rollouts import in_dtype
+from zoo.alignment.answers import in_dtype
 from zoo.decoding.decoder import decoder_of
 from zoo.nn.precision import compute_dtype
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from helpers import drawn_transformer
 
+from zoo.alignment.answers import Rollouts, rows_of
 from zoo.alignment.policy import Config, PolicyLoss, advantages
-from zoo.alignment.rollouts import Rollouts, rows_of
 from zoo.training import losses
 from zoo.wrappers import lora
 

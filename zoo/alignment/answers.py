@@ -1,102 +1,105 @@
-"""The answers that a run's model gives, their rewards, and pass@1 on held-out prompts."""
+"""The answers that a model gives to prompts, their rewards, and pass@1 on held-out prompts."""
 
 import contextlib
-import hashlib
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import numpy as np
-from jaxtyping import Array, Key, PyTree
+from jaxtyping import Array, DTypeLike, Float, Key, PyTree
 
-from zoo.alignment.policy import Advantage
-from zoo.alignment.policy import Config as PolicyConfig
-from zoo.alignment.prompts import Data, Prompt
+from zoo.alignment.prompts import Prompt
 from zoo.alignment.rewards import Item, Reward, rewarding
-from zoo.alignment.rollouts import Rollouts, in_dtype, rollouts
-from zoo.common.configuration import may_differ, require
+from zoo.common import checksums
+from zoo.common.configuration import require
+from zoo.data.datasets import HostBatch
 from zoo.data.tokenizer import Tokenizer
+from zoo.decoding import sampling
 from zoo.nn.precision import compute_dtype
+from zoo.nn.stateful import cast
 from zoo.runs.metrics import MetricsLog, kept_records
 from zoo.runs.processes import from_first
 from zoo.runs.run import Run
-from zoo.tasks import finetuning
 
 PUZZLES = "zoo.alignment.puzzles:right"  # the reward of prompts made in place
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config(finetuning.Config):
-    """The fields of fine-tuning, a reward, and how answers are drawn and learnt from."""
+class Rollouts(NamedTuple):
+    """Answers to prompts: those to prompt i are rows i * group, i * group + 1, …"""
 
-    reward: str = ""
-    """Function of a prompt, an answer and the prompt's row that returns a number, or numbers by
-    name, which are added up: MODULE:NAME. Without files, that of the puzzles."""
-    reward_seconds: float = may_differ(10.0)
-    """Time for one call of it."""
-    reward_workers: int = may_differ(2)
-    """Processes that call it."""
-    reward_on_error: float = 0.0
-    """Reward where the function fails, or takes too long."""
-    group_size: int = 8
-    """Answers to each prompt."""
-    max_new_tokens: int = 64
-    """Tokens of an answer, at most."""
-    temperature: float = 1.0
-    """Temperature that answers are drawn, and their log-probabilities computed, at."""
-    advantage: Advantage = "group"
-    """Advantage of an answer over its group: less the mean, over the standard deviation (group) or
-    not (group_mean), or less the mean of the others (leave_one_out)."""
-    updates: int = 1
-    """Updates of the same answers; with more than one the first rescores them."""
-    mask_cut: bool = False
-    """Learn nothing from answers that did not end within max_new_tokens."""
-    policy: PolicyConfig = PolicyConfig()
-    solved: float = 1.0
-    """Reward from which an answer counts as right."""
-    dropout: float | None = 0.0
-    """Rate of dropout in updates, which then learn of another model than the one that answered;
-    None: that of the stored model."""
-    eval_samples: int = may_differ(8)
-    """Answers to each held-out prompt: pass@1 is the share that is right, and pass@N, of so many,
-    the share of the prompts with a right one."""
-    data: Data = Data()  # type: ignore[assignment]
+    prompts: list[list[int]]
+    """The prompt of each row."""
+    answers: list[list[int]]
+    """The ids of each answer, with the one that ended it."""
+    log_probs: list[list[float]]
+    """The log-probability with which each was drawn."""
+    cut: np.ndarray
+    """bool[rows]: no end came within the tokens that an answer may have."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        least = {"reward_seconds": 0.001, "reward_workers": 1, "group_size": 2, "updates": 1}
-        for name, value in {**least, "max_new_tokens": 1, "eval_samples": 1}.items():
-            given = getattr(self, name)
-            require(given >= value, f"{name}={given}: must be at least {value}")
-        require(self.temperature > 0, f"temperature={self.temperature}: must be positive")
-        for name in ("label", "sample_tokens", "sample_every"):
-            given, default = getattr(self, name), getattr(finetuning.Config, name)
-            require(
-                given == default,
-                f"{name}={given!r}: leave it out; samples.jsonl has answers of every step",
-            )
-        require(
-            self.method == "lora" or self.policy.kl == 0,
-            f"policy.kl={self.policy.kl}: its reference is the model under adapters; take "
-            "--method lora, or leave it out",
-        )
 
-    @property
-    def batch_size(self) -> int:
-        """The rows of an update."""
-        return self.data.batch_size * self.group_size
+def rollouts(
+    model: PyTree,
+    prompts: Sequence[Sequence[int]],
+    *,
+    group: int,
+    max_new_tokens: int,
+    key: Key[Array, ""],
+    temperature: float = 1.0,
+    stop_tokens: Sequence[int],
+) -> Rollouts:
+    """`group` answers to each prompt, drawn at a temperature from the whole distribution.
 
-    @property
-    def seq_len(self) -> int:
-        """The tokens of a row: a prompt with its answer, but for the last token."""
-        return -(-(self.data.max_prompt_tokens + self.max_new_tokens - 1) // 16) * 16
+    They depend on the key, the places of the prompts and the weights, and not on the mesh. Every
+    process of a mesh calls it with all prompts.
 
-    @property
-    def row_lengths(self) -> Mapping[str, tuple[int, ...]]:
-        """The tokens of a row, by the fields that say so."""
-        return {"data.max_prompt_tokens + max_new_tokens": (self.seq_len,)}
+    Raises:
+        ValueError: a temperature of 0, which explores nothing; as for `zoo.generate`.
+    """
+    require(temperature > 0, f"temperature={temperature}: must be positive, to draw answers")
+    rows = [[*ids] for ids in prompts for _ in range(group)]
+    texts, log_probs = sampling.generate(
+        model,
+        rows,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        stop_tokens=tuple(stop_tokens),
+        key=key,
+        logprobs="scaled",
+    )
+    answers = [text[len(ids) :] for ids, text in zip(rows, texts, strict=True)]
+    cut = np.array([answer[-1] not in {*stop_tokens} for answer in answers])
+    return Rollouts(rows, answers, log_probs, cut)
+
+
+def rows_of(found: Rollouts, gains: Float[np.ndarray, "rows"], seq_len: int) -> HostBatch:
+    """A batch of `PolicyLoss`: a prompt and its answer per row, padded on the right."""
+    shape = len(found.prompts), seq_len
+    batch: HostBatch = {
+        **{name: np.zeros(shape, np.int32) for name in ("tokens", "targets", "segment_ids")},
+        **{name: np.zeros(shape, np.float32) for name in ("weights", "drawn")},
+        "positions": np.broadcast_to(np.arange(seq_len, dtype=np.int32), shape).copy(),
+        "advantages": np.asarray(gains, np.float32),
+    }
+    rows = zip(found.prompts, found.answers, found.log_probs, strict=True)
+    for row, (prompt, answer, log_probs) in enumerate(rows):
+        ids, end = [*prompt, *answer], len(prompt) + len(answer) - 1
+        batch["tokens"][row, :end], batch["targets"][row, :end] = ids[:-1], ids[1:]
+        batch["segment_ids"][row, :end] = 1
+        answered = slice(len(prompt) - 1, end)
+        batch["weights"][row, answered], batch["drawn"][row, answered] = 1, log_probs
+    return batch
+
+
+def in_dtype(model: PyTree, dtype: DTypeLike) -> PyTree:
+    """The model in a dtype, of which only what has another is a copy: no frozen base twice."""
+    like = eqx.filter_eval_shape(cast, model, dtype)
+    wanted, structure = jax.tree.flatten(like)
+    leaves = jax.tree.leaves(model)
+    pairs = enumerate(zip(leaves, wanted, strict=True))
+    others = {i: x for i, (x, y) in pairs if eqx.is_array(x) and x.dtype != y.dtype}
+    found = eqx.filter_jit(cast)(others, dtype)
+    return jax.tree.unflatten(structure, [found.get(i, x) for i, x in enumerate(leaves)])
 
 
 class Answers:
@@ -105,7 +108,7 @@ class Answers:
     Rewards are kept in `samples.jsonl`, a line per step, with the answers to its first prompt.
     """
 
-    def __init__(self, run: Run[Config], tokenizer: Tokenizer, stop_tokens: Sequence[int]):
+    def __init__(self, run: Run[Any], tokenizer: Tokenizer, stop_tokens: Sequence[int]):
         self.run, self._tokenizer, self._stops = run, tokenizer, tuple(stop_tokens)
         self._rewards: Callable[[list[Item]], list[Reward]] | None = None
         self._kept: dict[int, dict[str, Any]] = {}
@@ -184,7 +187,7 @@ class Answers:
     def rewards(self, step: int, items: list[Item]) -> list[Reward]:
         """The rewards of a step's answers: written down before they are used, or read again."""
         config, kept = self.run.config, self._kept.get(step, {})
-        digest = hashlib.sha256(json.dumps([answer for _, answer, _ in items]).encode()).hexdigest()
+        digest = checksums.of_values(answer for _, answer, _ in items)
         is_known = kept.get("answers") == digest
         found = self.of(items, kept["rewards"] if is_known else None)
         if self._log is not None and not is_known:

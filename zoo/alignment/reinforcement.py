@@ -8,7 +8,7 @@ down before the update, and read again by a resumed step, as a limit of time dep
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,16 +17,13 @@ import numpy as np
 from jaxtyping import PyTree
 
 from zoo import sharding
-from zoo.alignment.answers import Answers, Config
-from zoo.alignment.answers import PolicyConfig as PolicyConfig
-from zoo.alignment.policy import Advantage as Advantage
-from zoo.alignment.policy import PolicyLoss, advantages
-from zoo.alignment.prompts import Data as Data
-from zoo.alignment.prompts import Prompt, Prompts, read_prompts
+from zoo.alignment.answers import Answers, Rollouts, rows_of
+from zoo.alignment.answers import rollouts as rollouts
+from zoo.alignment.policy import Advantage, PolicyLoss, advantages
+from zoo.alignment.policy import Config as PolicyConfig
+from zoo.alignment.prompts import Data, Prompt, Prompts, read_prompts
 from zoo.alignment.rewards import Reward
-from zoo.alignment.rollouts import Rollouts, rows_of
-from zoo.alignment.rollouts import rollouts as rollouts
-from zoo.common.configuration import require
+from zoo.common.configuration import may_differ, require
 from zoo.data.chats import ChatTemplate
 from zoo.decoding.decoder import decoder_of
 from zoo.publishing.families import choose_eos_ids
@@ -39,6 +36,78 @@ from zoo.training.compiled import CompiledStep
 from zoo.training.description import Training
 from zoo.training.state import TrainState
 from zoo.training.step import make_eval_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(finetuning.Config):
+    """The fields of fine-tuning, a reward, and how answers are drawn and learnt from."""
+
+    reward: str = ""
+    """Function of a prompt, an answer and the prompt's row that returns a number, or numbers by
+    name, which are added up: MODULE:NAME. Without files, that of the puzzles."""
+    reward_seconds: float = may_differ(10.0)
+    """Time for one call of it."""
+    reward_workers: int = may_differ(2)
+    """Processes that call it."""
+    reward_on_error: float = 0.0
+    """Reward where the function fails, or takes too long."""
+    group_size: int = 8
+    """Answers to each prompt."""
+    max_new_tokens: int = 64
+    """Tokens of an answer, at most."""
+    temperature: float = 1.0
+    """Temperature that answers are drawn, and their log-probabilities computed, at."""
+    advantage: Advantage = "group"
+    """Advantage of an answer over its group: less the mean, over the standard deviation (group) or
+    not (group_mean), or less the mean of the others (leave_one_out)."""
+    updates: int = 1
+    """Updates of the same answers; with more than one the first rescores them."""
+    mask_cut: bool = False
+    """Learn nothing from answers that did not end within max_new_tokens."""
+    policy: PolicyConfig = PolicyConfig()
+    solved: float = 1.0
+    """Reward from which an answer counts as right."""
+    dropout: float | None = 0.0
+    """Rate of dropout in updates, which then learn of another model than the one that answered;
+    None: that of the stored model."""
+    eval_samples: int = may_differ(8)
+    """Answers to each held-out prompt: pass@1 is the share that is right, and pass@N, of so many,
+    the share of the prompts with a right one."""
+    data: Data = Data()  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        least = {"reward_seconds": 0.001, "reward_workers": 1, "group_size": 2, "updates": 1}
+        for name, value in {**least, "max_new_tokens": 1, "eval_samples": 1}.items():
+            given = getattr(self, name)
+            require(given >= value, f"{name}={given}: must be at least {value}")
+        require(self.temperature > 0, f"temperature={self.temperature}: must be positive")
+        for name in ("label", "sample_tokens", "sample_every"):
+            given, default = getattr(self, name), getattr(finetuning.Config, name)
+            require(
+                given == default,
+                f"{name}={given!r}: leave it out; samples.jsonl has answers of every step",
+            )
+        require(
+            self.method == "lora" or self.policy.kl == 0,
+            f"policy.kl={self.policy.kl}: its reference is the model under adapters; take "
+            "--method lora, or leave it out",
+        )
+
+    @property
+    def batch_size(self) -> int:
+        """The rows of an update."""
+        return self.data.batch_size * self.group_size
+
+    @property
+    def seq_len(self) -> int:
+        """The tokens of a row: a prompt with its answer, but for the last token."""
+        return -(-(self.data.max_prompt_tokens + self.max_new_tokens - 1) // 16) * 16
+
+    @property
+    def row_lengths(self) -> Mapping[str, tuple[int, ...]]:
+        """The tokens of a row, by the fields that say so."""
+        return {"data.max_prompt_tokens + max_new_tokens": (self.seq_len,)}
 
 
 @dataclass(frozen=True, kw_only=True)
