@@ -293,11 +293,12 @@ def test_the_mesh_does_not_change_losses_and_gradients(kind, spec):
 
 
 @pytest.mark.slow
-def test_a_hybrid_trains_on_a_mesh_in_bf16():
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+def test_a_hybrid_trains_on_a_mesh_in_low_precision(precision):
     optimizer, mesh = optax.adam(1e-2), zoo.make_mesh("data=2,fsdp=2,tensor=2")
     make = make_transformer(**hybrid(dropout=0.1, **GATED))
     state = zoo.init_state(make, optimizer, key=KEY, mesh=mesh)
-    step = zoo.make_train_step(losses.next_token, optimizer, mesh=mesh, precision="bf16")
+    step = zoo.make_train_step(losses.next_token, optimizer, mesh=mesh, precision=precision)
     found = []
     for _ in range(8):
         state, metrics = step(state, token_batch())
