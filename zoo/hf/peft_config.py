@@ -50,10 +50,14 @@ _ENDS: dict[tuple, str] = {
     ("vocab", "embed"): "embedding",
     ("embed", "vocab"): "head",
 }  # by their logical axes
-# The experts that files have one by one, and transformers stacks in two parameters of a module.
-_EXPERT = re.compile(r"(.*\bmlp\.experts)\.\{experts\}\.(gate|up|down)_proj\.weight")
-_PARAMETERS = {"gate": ("gate_up_proj", 0, 2), "up": ("gate_up_proj", 1, 2)}
-_PARAMETERS["down"] = "down_proj", 0, 1
+# The experts that files have one by one, and transformers stacks in two parameters of a module: the
+# parameter of each, and which of how many matrices in it.
+_EXPERT = re.compile(r"(.*\.)(?:mlp|block_sparse_moe)\.experts\.\{experts\}\.(\w+)\.weight")
+_PARAMETERS = {
+    **dict.fromkeys(("gate_proj", "w1"), ("gate_up_proj", (0, 2))),
+    **dict.fromkeys(("up_proj", "w3"), ("gate_up_proj", (1, 2))),
+    **dict.fromkeys(("down_proj", "w2"), ("down_proj", (0, 1))),
+}
 _INSIDE = ".base_layer"
 _OF_EXPERTS = re.compile(r"\.(gate|up|down)_proj$")
 _TAKEN = "in a model with experts PEFT takes a module of this name for theirs"
@@ -152,8 +156,7 @@ def linears(model: PyTree) -> Linears:
         is_transposed = {*into.split(".")} <= {*groups[0].split(".")}
         name, part, refusal, parameter = tensor.name, tensor.part or (0, 1), "", ""
         if family and (expert := _EXPERT.fullmatch(name)):
-            name, (parameter, *numbers) = expert[1], _PARAMETERS[expert[2]]
-            part = numbers[0], numbers[1]
+            name, (parameter, part) = f"{expert[1]}mlp.experts", _PARAMETERS[expert[2]]
         elif stacked not in ([], [LAYER]) or (family and "routes" in axes):
             refusal = "versions of transformers name experts and their routers differently"
             if family is None:
