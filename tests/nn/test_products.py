@@ -15,6 +15,7 @@ import zoo
 from zoo import losses, mlp, sharding, transformer
 from zoo.nn import attention, products
 from zoo.nn.layers import gelu
+from zoo.nn.recurrences.mixers import MIXERS
 from zoo.rnn.cells import CELLS
 
 
@@ -57,7 +58,10 @@ def small_transformer(**changes: Any) -> transformer.Transformer:
 
 CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "mlp": (lambda: make_mlp("layer"), of_classes),
-    **{cell: (lambda cell=cell: drawn_rnn(cell, num_layers=1), of_tokens) for cell in CELLS},
+    **{
+        cell: (lambda cell=cell: drawn_rnn(cell, num_layers=1), of_tokens)
+        for cell in (*CELLS, *MIXERS)
+    },
     "transformer": (
         lambda: small_transformer(mlp="geglu", **{"attention.qk_norm": "per_head"}),
         of_tokens,
