@@ -4,7 +4,10 @@ import gc
 import importlib
 import importlib.util
 import json
+import os
 import shutil
+import socket
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -25,6 +28,7 @@ from zoo import finetuning, language, rnn, transformer
 from zoo.common import checksums
 from zoo.data.prepared.prepare import prepare
 from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
+from zoo.export import command
 from zoo.nn.products import is_quantized
 from zoo.nn.stateful import cast
 from zoo.planning import planner, targets
@@ -433,6 +437,8 @@ def test_a_finetuned_folder_says_what_its_base_says(method, tune, tmp_path, caps
     assert capsys.readouterr().out.endswith("--- a sample after ---\nwho?\na zoo\n")
     if importlib.util.find_spec("torch") and importlib.util.find_spec("transformers"):
         assert_transformers_agrees(model)
+    if method == "full" and importlib.util.find_spec("llama_cpp"):
+        assert_a_server_answers(model, tmp_path)
 
 
 def assert_transformers_agrees(folder):
@@ -459,6 +465,38 @@ def assert_transformers_agrees(folder):
     with torch.no_grad():
         logits = theirs(tokens).logits.numpy()
     np.testing.assert_allclose(model(jnp.asarray([prompt], jnp.int32)), logits, atol=1e-4)
+
+
+def assert_a_server_answers(folder, tmp_path):
+    """llama.cpp's server, with the exported file, to OpenAI's client: it stops as `zoo` does."""
+    import openai
+
+    command.main(command.Config(model=str(folder), type="f32", out=tmp_path / "chat.gguf"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = ["--model", str(tmp_path / "chat.gguf"), "--port", str(port), "--n_threads", "1"]
+    environment = os.environ | {"NO_PROXY": "127.0.0.1"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "llama_cpp.server", *options],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as server:
+        try:
+            client = openai.OpenAI(
+                base_url=f"http://127.0.0.1:{port}/v1",
+                api_key="none",
+                max_retries=60,
+                http_client=openai.DefaultHttpxClient(trust_env=False),
+            )
+            asked = client.chat.completions.create(
+                model="chat", messages=ASKED[:1], temperature=0.0, max_tokens=40
+            )
+        finally:
+            server.kill()
+    assert asked.choices[0].message.content == "a zoo"
+    assert asked.choices[0].finish_reason == "stop"
 
 
 def test_answers_in_samples_begin_a_line(monkeypatch):
