@@ -164,7 +164,7 @@ def found_in(dataset: TokenDataset, batch: dict[str, np.ndarray]) -> list[tuple]
     return list(zip(*columns, strict=True))
 
 
-@examples(40, 300)
+@examples(40, 150)
 def test_datasets_give_each_token_once(options: settings):
     @options
     @given(datasets(), st.integers(0, 3), st.integers(0, 6))
@@ -357,7 +357,7 @@ def loss_and_gradient(world: World, **where: Any) -> tuple[float, Any]:
 
 
 @pytest.mark.parametrize("family", WORLDS)
-@examples(0, 5)  # without -m slow tests/training/test_step.py has one mesh of each family
+@examples(0, 3)  # without -m slow tests/training/test_step.py has one mesh of each family
 def test_any_mesh_matches_one_device_gradients(options: settings, family: str):
     @options
     @given(worlds(family))
@@ -381,7 +381,7 @@ LIVES = st.tuples(st.just("live"), MESHES, st.integers(0, 2), st.booleans())
 DAMAGES = st.tuples(st.just("damage"), st.sampled_from(KINDS), st.integers(0, 2**32))
 
 
-@examples(12, 40)
+@examples(12, 25)
 def test_newest_undamaged_step_is_restored(options: settings, tmp_path_factory):
     """Saves, kills inside saves and damages in any order, each life on a mesh of its own."""
 
@@ -572,7 +572,7 @@ READERS = (
 )
 
 
-@examples(400, 2_500)
+@examples(400, 1_200)
 def test_names_from_outside_stay_inside(options: settings, tmp_path, monkeypatch, caplog, capsys):
     """What a listing or a file names is read and written inside of its folder, or refused."""
     box = tmp_path / "1/2/3/4/box"

@@ -156,7 +156,8 @@ def test_other_packages_are_not_exposed(installed, tmp_path):
 def test_recipes_run(installed, tmp_path):
     kind, python = installed
     module, folder = ("zoo.recipes.", tmp_path) if kind == "wheel" else ("recipes.", ROOT)
-    for name in sorted(path.stem for path in (ROOT / "recipes").glob("*.py")):
+    names = sorted(path.stem for path in (ROOT / "recipes").glob("*.py"))
+    for name in names if kind == "wheel" else ["lm"]:  # the checkout's have tests of their own
         command = [python, "-m", module + name, "--help"]
         assert f"usage: python -m {module}{name} " in run(*command, cwd=folder)
     text = run(python, "-m", f"{module}generate", "--max-new-tokens=3", cwd=folder)

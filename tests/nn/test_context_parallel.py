@@ -1,6 +1,7 @@
 """The mesh axis "context": tokens of a row on several devices give the numbers of one device."""
 
 import functools
+import itertools
 import sys
 from typing import Any
 
@@ -442,8 +443,7 @@ step_of_one_device = functools.cache(lambda name: step_of(name, ""))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", EXTREMES)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "mesh"), zip(FAMILIES, itertools.cycle(EXTREMES)))
 def test_families_over_split_rows(name: str, mesh: str):
     assert_same_step(step_of(name, mesh), step_of_one_device(name))
 
