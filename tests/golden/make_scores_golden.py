@@ -15,7 +15,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 FOLDER = Path(__file__).parent
-CASES = sorted(path.parent.name for path in FOLDER.glob("hf/*/golden.npz"))
+CASES = ("gemma3", "llama3")
 WORDS = ["</s>", *(f"w{i}" for i in range(1, 53))]
 LENGTH = 64  # positions of the models
 
@@ -99,8 +99,6 @@ def main() -> None:
         lines = "".join(json.dumps(record) + "\n" for record in records)
         (folder / f"{name}.jsonl").write_text(lines)
     for case in CASES:
-        if case == "bert":
-            continue
         model = transformers.AutoModelForCausalLM.from_pretrained(
             FOLDER / "hf" / case,
             attn_implementation="eager",

@@ -5,7 +5,6 @@ The golden files are made by `golden/make_hf_golden.py`; nothing here needs PyTo
 
 import functools
 import importlib.util
-import json
 import re
 import tempfile
 from pathlib import Path
@@ -27,11 +26,6 @@ from zoo.publishing import models
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
 CASES = sorted(path.name for path in GOLDEN.iterdir())
-TYPES = {x: json.loads((GOLDEN / x / "config.json").read_text())["model_type"] for x in CASES}
-ENCODER_TYPES = {"bert", "roberta", "distilbert", "esm", "modernbert"}
-ENCODERS = [name for name in CASES if TYPES[name] in ENCODER_TYPES]
-IMAGES = [x for x in CASES if TYPES[x] in ("vit", "dinov2", "dinov3_vit", "siglip_vision_model")]
-DECODERS = [name for name in CASES if name not in ENCODERS + IMAGES]
 WINDOWED = {"mistral", "qwen2_windows", "gemma2", "gemma3", "mixtral", "gpt_oss"}
 WINDOWED |= {"phi3", "smollm3", "olmo3", "exaone4", "ministral", "starcoder2", "cohere2", "gpt_neo"}
 # Every variant of the maths by default, the others with -m slow.
@@ -41,11 +35,9 @@ SLOW = pytest.mark.slow
 SIBLINGS = {"deepseek_v2", "ernie4_5_moe", "glm4_moe_biases", "granite_hybrid_moe"}
 SIBLINGS |= {"olmo_hybrid_rotary", "qwen2_moe", "qwen3_5", "qwen3_5_moe"}
 # The cache of the others is that of one of these; their own maths is in the outputs.
-CACHED = {"bamba", "exaone4", "falcon", "gemma2", "gpt_neo", "gpt_oss", "granite_hybrid_moe"}
-CACHED |= {"llama_yarn", "mamba2", "ministral", "olmo_hybrid", "opt", "phi", "phi3_short"}
-CACHED |= {"qwen3_5_moe", "qwen3_next", "smollm3", "xlstm"}
+CACHED = {"bamba", "falcon", "gpt_neo", "gpt_oss", "llama_yarn", "mamba2", "ministral"}
+CACHED |= {"olmo_hybrid", "opt", "phi3_short", "qwen3_next", "xlstm"}
 GREEDY = [*sorted(QUICK), *(pytest.param(name, marks=SLOW) for name in sorted(CACHED - QUICK))]
-WINDOWS = [x if x in WINDOWED | QUICK else pytest.param(x, marks=SLOW) for x in DECODERS]
 
 
 def tensors(folder: Path) -> dict[str, np.ndarray]:
@@ -155,7 +147,7 @@ def test_cached_greedy_matches_uncached_greedy(name: str):
         assert with_cache == tokens[0, : len(prompt) + new].tolist()
 
 
-@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize("name", sorted(WINDOWED | QUICK))
 def test_windowed_layers_cache_only_their_window(name: str):
     model, length = loaded(name), 31
     tokens = jax.ShapeDtypeStruct((2, 11), jnp.int32)

@@ -16,7 +16,7 @@ import jaxtyping
 import numpy as np
 import pytest
 import safetensors.numpy
-from helpers import VOCAB, FetchedSizes, arrays, drawn_transformer, make_bert
+from helpers import VOCAB, FetchedSizes, arrays, drawn_transformer
 from jax.experimental.layout import Format, Layout
 from jaxtyping import Array, Float, Int
 
@@ -373,10 +373,6 @@ def ensemble() -> Ensemble:
     return Ensemble(lambda key: small(), 2, key=jax.random.key(1))
 
 
-def bert_model() -> transformer.Transformer:
-    return make_bert(8)(jax.random.key(0))
-
-
 DAMAGE = {
     "deleted": ...,
     "null": None,
@@ -394,7 +390,7 @@ DAMAGE = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [ensemble, classifier, drawn_transformer, bert_model])
+@pytest.mark.parametrize("make", [ensemble, classifier, drawn_transformer])
 def test_malformed_configurations_are_refused_or_harmless(tmp_path, monkeypatch, make):
     """Every field damaged in every way: it is taken as it says, or is a PublishError."""
     monkeypatch.undo()
