@@ -120,7 +120,7 @@ TESTS = {
 }
 
 # What takes long to import, and starts none of JAX's devices.
-LIBRARIES = ["equinox", "grain", "jaxtyping", "optax", "orbax.checkpoint", "pytest", "tokenizers"]
+LIBRARIES = ["equinox", "grain", "jaxtyping", "optax", "pytest", "tensorstore", "tokenizers"]
 FLAGS = ["-n0", "-x", "-pno:cacheprovider", "--no-header", "-q", "--tb=line"]
 
 

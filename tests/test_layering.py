@@ -229,7 +229,7 @@ def test_families_import_no_heavy_packages(tmp_path: Path):
     )
     loaded = set(run(program, tmp_path))
     assert {"jax", "equinox", "jaxtyping", "zoo"} <= loaded
-    heavy = {"grain", "matplotlib", "optax", "orbax", "rich", "safetensors", "tokenizers", "tyro"}
+    heavy = {"grain", "matplotlib", "optax", "rich", "safetensors", "tokenizers", "tyro"}
     assert not loaded & {*heavy, "tensorstore"}
 
 
@@ -246,7 +246,7 @@ def test_flags_are_shown_before_heavy_packages_are_imported(tmp_path: Path):
     )
     loaded = set(run(program, tmp_path))
     assert {"jax", "equinox", "tokenizers", "tyro", "zoo"} <= loaded
-    assert not loaded & {"grain", "matplotlib", "orbax", "tensorstore", "pyarrow"}
+    assert not loaded & {"grain", "matplotlib", "tensorstore", "pyarrow"}
 
 
 def test_public_names_can_be_imported(tmp_path: Path):

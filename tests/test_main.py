@@ -159,7 +159,7 @@ def test_report_names_versions_devices_and_settings(monkeypatch, capsys):
     output = capsys.readouterr().out
     lines = [line.strip() for line in output.splitlines()]
     assert lines[0].startswith(f"zoo {zoo.__version__} in ")
-    for name in ("jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain", "numpy"):
+    for name in ("jax", "jaxlib", "equinox", "optax", "tensorstore", "grain", "numpy"):
         assert f"{name} {importlib.metadata.version(name)}" in lines
     assert "backend cpu, process 0 of 1" in lines
     assert "7: cpu" in lines

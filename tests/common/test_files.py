@@ -134,7 +134,7 @@ def test_checkpoints_are_synced_before_commit(journal, tmp_path):
         checkpointer.save(step, {"x": jnp.arange(8)}, {})
     checkpointer.close()
     step = tmp_path / "checkpoints" / "2"
-    assert len(list(step.rglob("*"))) > 8
+    assert len(list(step.rglob("*"))) > 6
     assert_outlives_a_power_cut(journal, step.with_name("2.tmp"), step)
     pruned = journal.index(("rename", step.with_name("1"), step.with_name("1.tmp")))
     kept = journal.index(("rename", step.with_name("2.tmp"), step))

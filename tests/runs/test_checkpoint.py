@@ -21,10 +21,9 @@ import pytest
 import xla
 from helpers import bytes_read, flip_bit
 from jax.sharding import NamedSharding, PartitionSpec
-from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from zoo.common import checksums, files
-from zoo.runs import stored_arrays
+from zoo.runs import checkpoint, stored_arrays
 from zoo.runs.checkpoint import Checkpointer, CheckpointError, problems
 from zoo.sharding import make_mesh
 
@@ -155,17 +154,17 @@ def test_pruning_waits_for_a_sealed_step(opened, monkeypatch):
 FULL = os.strerror(errno.ENOSPC)
 FULL_DISK = {
     "ours": OSError(errno.ENOSPC, FULL),
-    "Orbax's": ValueError(f"RESOURCE_EXHAUSTED: Failed to write 8 bytes to file 18: {FULL}"),
+    "TensorStore's": ValueError(f"RESOURCE_EXHAUSTED: Failed to write 8 bytes to file 18: {FULL}"),
 }
 
 
 @pytest.mark.parametrize(
     ("method", "error"),
-    [("mkdir", "ours"), ("save", "ours"), ("wait_until_finished", "Orbax's"), ("write", "ours")],
+    [("mkdir", "ours"), ("write", "TensorStore's"), ("seal", "ours")],
 )
 def test_full_disk_error_names_remaining_step(opened, monkeypatch, method, error):
     checkpointer = opened()
-    owner = {"mkdir": Path, "write": checksums}.get(method, checkpointer._orbax)
+    owner = {"mkdir": Path, "write": stored_arrays, "seal": checkpoint}[method]
 
     def save(step):
         checkpointer.save(step, make_state(step), {})
@@ -181,7 +180,6 @@ def test_full_disk_error_names_remaining_step(opened, monkeypatch, method, error
                 message = rf"Step {step} could not be saved in .*: the disk is full\. .*{left}"
                 with pytest.raises(CheckpointError, match=message):
                     save(step)
-            checkpointer._orbax.wait_until_finished()
         save(step)
     assert checkpointer.good_steps() == [1, 2]
     assert host(checkpointer.restore(make_state(0))[0]) == host(make_state(2))
@@ -250,7 +248,7 @@ def folder(two_steps, tmp_path):
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_steps_fall_back_with_warning(folder, two_steps, caplog, opened, damage):
     names = [p.relative_to(two_steps) for p in two_steps.glob("2/**/*") if p.is_file()]
-    assert len(names) >= 8
+    assert len(names) >= 6
     like, good = make_state(0), host(make_state(1))
     checkpointer = opened(folder)
     for name in names:
@@ -464,32 +462,6 @@ def test_a_restore_reads_each_byte_once(two_large_steps, monkeypatch):
     assert size / 2 < read < hashed + 1.2 * size
 
 
-def test_arrays_without_checksums_are_refused(opened, monkeypatch):
-    """A version of Orbax that does not ask for them any more."""
-    checkpointer = opened()
-    stored_arrays.make_checkpointer().close()  # the first of a process has Orbax ask for them
-    build = tensorstore_utils._build_zarr3_metadata
-
-    def without(*args, **named):
-        metadata = build(*args, **named)
-        inner = metadata["codecs"][0]["configuration"]["codecs"]
-        inner[:] = [codec for codec in inner if codec["name"] != "crc32c"]
-        return metadata
-
-    monkeypatch.setattr(tensorstore_utils, "_build_zarr3_metadata", without)
-    checkpointer.save(1, make_state(1), {})
-    with pytest.raises(CheckpointError, match="writes chunks without checksums: install"):
-        checkpointer.wait()
-    assert checkpointer.good_steps() == []
-
-
-def test_an_orbax_too_old_is_refused_before_the_first_step(opened, monkeypatch):
-    versions = {"orbax-checkpoint": "0.12.4"}
-    monkeypatch.setattr(stored_arrays.importlib.metadata, "version", versions.__getitem__)
-    with pytest.raises(CheckpointError, match=r"orbax-checkpoint 0\.12\.4 .*0\.12\.8"):
-        opened()
-
-
 def test_whole_steps_are_verified_byte_by_byte(two_large_steps, tmp_path):
     assert problems(two_large_steps / "2") == []
     assert len(list((two_large_steps / "2").rglob("*"))) > 5
@@ -514,7 +486,8 @@ def test_arrays_that_may_not_be_read_are_no_damage(two_large_steps, tmp_path, mo
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype"), [((4, 3), jnp.bfloat16), ((), jnp.float8_e4m3fn), ((4,), bool)]
+    ("shape", "dtype"),
+    [((4, 3), jnp.bfloat16), ((), jnp.float8_e4m3fn), ((4,), bool), ((0, 3), jnp.int32)],
 )
 def test_zeros_are_restored(opened, shape, dtype):
     """A chunk of zeros is stored, so that a missing one is an error."""
@@ -524,13 +497,6 @@ def test_zeros_are_restored(opened, shape, dtype):
     for name, x in state.items():
         assert found[name].dtype == dtype
         assert np.asarray(found[name]).tolist() == np.asarray(x).tolist()
-
-
-def test_empty_arrays_are_refused_by_name(opened):
-    checkpointer = opened()
-    with pytest.raises(CheckpointError, match=r"Step 1 could not be saved.* zero size.*name=empty"):
-        checkpointer.save(1, {"x": jnp.ones(3), "empty": jnp.ones((0, 3))}, {})
-    assert checkpointer.restore({"x": jnp.ones(3)}) is None
 
 
 TWO_PROCESSES = """
@@ -553,7 +519,7 @@ for step in (1, 2):
 checkpointer.wait()
 multihost_utils.sync_global_devices("saved")
 if process == 0:
-    data = [p for p in (folder / "2/arrays/ocdbt.process_1").rglob("*") if p.is_file()]
+    data = [p for p in (folder / "2/arrays/1").rglob("*") if p.is_file()]
     path = max(data, key=lambda p: p.stat().st_size)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4

@@ -95,7 +95,7 @@ def two(tmp_path, monkeypatch, clock, bucket):
     return first, other, copied, lease
 
 
-ONE, TWO = "arrays/ocdbt.process_0/d/a", "arrays/ocdbt.process_1/d/b"
+ONE, TWO = "arrays/0/d/a", "arrays/1/d/b"
 
 
 def write_shares(folder):
@@ -163,7 +163,7 @@ def test_what_hinders_another_process_is_said(tmp_path, two, clock):
             first.copy("put", "step", {TWO: {}}, "1/")
         assert TWO not in copied
         with pytest.raises(AddressError, match=r"\.\./b"):
-            first.copy("get", "step", {"arrays/ocdbt.process_1/../../../../b": {}}, "1/")
+            first.copy("get", "step", {"arrays/1/../../../../b": {}}, "1/")
     (tmp_path / shares.FOLDER / "1.json").unlink()
     with pytest.raises(LeaseError, match="lost"):  # nobody answers, and the lease is lost
         first.copy("put", "step", {TWO: {}}, "1/", stop)

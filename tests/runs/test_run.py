@@ -1,6 +1,5 @@
 import dataclasses
 import json
-import logging
 import shutil
 import signal
 import sys
@@ -419,18 +418,6 @@ def test_missing_distributed_variable_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_PROCESS_ID", "0")
     with pytest.raises(RunError, match="--distributed: JAX_NUM_PROCESSES must be set"):
         Run(config(tmp_path, distributed=True)).__enter__()
-
-
-def test_duplicate_orbax_logs_are_hidden(tmp_path, caplog, monkeypatch):
-    monkeypatch.delenv("ZOO_TRACEBACK", raising=False)
-    with Run(config(tmp_path)):
-        log = logging.getLogger("absl")
-        log.error("a thread failed", exc_info=ValueError("disk full"))
-        log.warning("something else")
-        monkeypatch.setenv("ZOO_TRACEBACK", "1")
-        log.error("a thread failed again", exc_info=ValueError("disk full"))
-    messages = [record.message for record in caplog.records if record.name == "absl"]
-    assert messages == ["something else", "a thread failed again"]
 
 
 # --- The command line -------------------------------------------------------------------------

@@ -1,19 +1,19 @@
-"""Training checkpoints: asynchronous and sharded through Orbax, with checksums.
+"""Training checkpoints: written in the background, by each process what its devices hold.
 
 A checkpoint is a folder `<step>/` of `arrays/` (see `zoo.runs.stored_arrays`), `meta.json` and
 `checksums.json`, which is written last: without it a step is incomplete. It lists every file with
 its size, and the small ones with their SHA-256; the arrays' large files have checksums of their
 own, which each process writes and verifies for its own devices. A folder is written as
-`<step>.tmp/` and then renamed.
+`<step>.tmp/` and then renamed, by process 0 once all have said there that their part is whole.
 """
 
 import contextlib
 import errno
-import functools
 import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -26,7 +26,7 @@ from jaxtyping import PyTree
 
 from zoo.common import checksums, files
 from zoo.publishing.tensors import differences
-from zoo.runs import stored_arrays
+from zoo.runs import processes, stored_arrays
 from zoo.runs.stored_arrays import anywhere
 
 _log = logging.getLogger(__name__)
@@ -67,14 +67,13 @@ class Checkpointer:
         """
         if keep < 1:
             raise ValueError(f"keep={keep}: at least one checkpoint has to be kept")
-        if too_old := stored_arrays.older_orbax():
-            raise CheckpointError(too_old)
         self.folder = files.local_path(folder, "folder").absolute()
         self._keep, self._committed, self._held = keep, committed, held
         self._newest: int | None = None
         self._damaged: dict[int, str] = {}  # the step whose extras are, and how
         self.extras: dict[str, str] = {}
         """Name -> dtype and shape of the extras of the step that was restored."""
+        self._parts: dict[str, stored_arrays.Boxes] = {}  # of that step
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._commit: Future | None = None
         if jax.process_index() == 0:
@@ -82,10 +81,7 @@ class Checkpointer:
             for leftover in self.folder.glob("*.tmp"):
                 _log.warning("Removing %s: a save that was interrupted", leftover)
                 files.remove(leftover)
-
-    @functools.cached_property
-    def _orbax(self) -> Any:
-        return stored_arrays.make_checkpointer()
+        processes.barrier("checkpoints")
 
     def save(self, step: int, state: PyTree, meta: dict, extras: PyTree = None) -> None:
         """Save the arrays in `state`, typed keys too, and `meta` (JSON) as `step`.
@@ -100,26 +96,24 @@ class Checkpointer:
         arrays, more = _arrays(state), _arrays(extras)
         record = {"step": step, "meta": meta, "arrays": _describe(arrays)}
         record |= {"extras": _describe(more)} if more else {}
-        text = json.dumps(record, indent=1)
-        partial = self.folder / f"{step}.tmp"
-        if jax.process_index() == 0:
-            if (self.folder / str(step)).exists():
-                raise CheckpointError(
-                    f"{self.folder / str(step)} exists already. Restore from this folder before "
-                    "saving in it, or save in another."
-                )
-            with self._explained(step):
-                files.remove(partial)
-                partial.mkdir()
-        # On CPU Orbax holds views of the buffers; JAX then copies what is donated instead.
         stored = {
             name: jax.random.key_data(leaf) if _is_key(leaf) else leaf
             for name, leaf in {**arrays, **more}.items()
         }
+        boxes = {name: stored_arrays.boxes(array) for name, array in stored.items()}
+        text = json.dumps({**record, "parts": boxes})
+        partial = self.folder / f"{step}.tmp"
+        if jax.process_index() == 0 and (self.folder / str(step)).exists():
+            raise CheckpointError(
+                f"{self.folder / str(step)} exists already. Restore from this folder before "
+                "saving in it, or save in another."
+            )
         with self._explained(step):
-            self._orbax.save(partial / "arrays", args=stored_arrays.save_args(stored))
+            partial.mkdir(exist_ok=True)
+            shapes = {name: array.shape for name, array in stored.items()}
+            held = stored_arrays.held(stored)
         self._newest = step
-        self._commit = self._pool.submit(self._finish, step, text)
+        self._commit = self._pool.submit(self._finish, partial, text, held, shapes)
 
     def restore(self, like: PyTree) -> tuple[PyTree, int, dict] | None:
         """The newest undamaged (state, step, meta), or None where nothing has been saved.
@@ -135,7 +129,7 @@ class Checkpointer:
             folder = self.folder / str(step)
             record = json.loads((folder / "meta.json").read_text())
             _check_same(folder, record["arrays"], _describe(_arrays(like)))
-            state, problem = _read_or_problem(folder, like)
+            state, problem = _read_or_problem(folder, like, record["parts"])
             if not anywhere(bool(problem)):
                 break
             failures[step] = f"step {step}: {problem or 'another process cannot read its arrays'}"
@@ -157,6 +151,7 @@ class Checkpointer:
                     step,
                 )
         self._newest, self.extras = step, record.get("extras", {})
+        self._parts = record["parts"]
         return state, step, record["meta"]
 
     def restore_extras(self, like: PyTree, names: Collection[str]) -> PyTree:
@@ -167,7 +162,7 @@ class Checkpointer:
         """
         folder, wanted = self.folder / str(self._newest), _describe(_arrays(like))
         _check_same(folder, {name: self.extras[name] for name in names}, wanted)
-        state, problem = _read_or_problem(folder, like) if wanted else (like, "")
+        state, problem = _read_or_problem(folder, like, self._parts) if wanted else (like, "")
         if anywhere(bool(problem)):
             assert self._newest is not None
             reason = f"step {self._newest}: {problem or 'another process cannot read its arrays'}"
@@ -192,8 +187,6 @@ class Checkpointer:
             self.wait()
         finally:
             self._pool.shutdown()
-            if "_orbax" in vars(self):  # of a run that saved
-                self._orbax.close()
 
     @contextlib.contextmanager
     def _explained(self, step: int | None) -> Iterator[None]:
@@ -213,17 +206,34 @@ class Checkpointer:
                 f"Step {step} could not be saved in {self.folder}: {reason}"
             ) from error
 
-    def _finish(self, step: int, record: str) -> None:
-        """In the background: wait for all processes' arrays, then seal, commit and prune."""
-        self._orbax.wait_until_finished()
-        if jax.process_index() != 0:
+    def _finish(self, partial: Path, record: str, held: Any, shapes: Any) -> None:
+        """In the background: write this process's part; on process 0 then seal, commit and prune.
+
+        Process 0 waits for a file of each other process, with its error if it has one.
+        """
+        index, others = jax.process_index(), range(1, jax.process_count())
+        part, said = partial / "arrays" / str(index), [partial / f"{i}.said" for i in others]
+        files.remove(part)  # of a save that failed
+        try:
+            stored_arrays.write(part, held, shapes)
+        except Exception as error:
+            if index:
+                said[index - 1].write_text(str(error))
+            raise
+        if index:
+            files.replace(said[index - 1], "")
             return
-        partial = self.folder / f"{step}.tmp"
-        stored_arrays.check_written(partial / "arrays")
+        for number, path in zip(others, said, strict=True):
+            while not path.exists():
+                time.sleep(0.05)
+            if problem := path.read_text():
+                raise CheckpointError(f"process {number}: {problem}")
+            path.unlink()
+        step, target = int(partial.stem), partial.with_suffix("")
         (partial / "meta.json").write_text(record)
         seal(partial)
-        files.sync_all(partial)  # Orbax syncs its arrays, but neither their metadata nor folders
-        partial.rename(self.folder / str(step))
+        files.sync_all(partial)  # TensorStore syncs its files, but not their folders
+        partial.rename(target)
         files.sync(self.folder)
         if self._committed is not None:
             self._committed(step)
@@ -254,7 +264,9 @@ class Checkpointer:
         return found
 
 
-def _read_or_problem(folder: Path, like: PyTree) -> tuple[PyTree, str]:
+def _read_or_problem(
+    folder: Path, like: PyTree, parts: dict[str, stored_arrays.Boxes]
+) -> tuple[PyTree, str]:
     """(what is stored for `like`, nothing), or (`like`, why this process cannot read it).
 
     All processes call it. Files that may be whole, and that one of them may not read, are an error
@@ -264,7 +276,7 @@ def _read_or_problem(folder: Path, like: PyTree) -> tuple[PyTree, str]:
     refused: Exception | None = None
     state, problem = like, ""
     try:
-        state = _replace_arrays(like, stored_arrays.read(folder / "arrays", targets))
+        state = _replace_arrays(like, stored_arrays.read(folder / "arrays", targets, parts))
     except stored_arrays.ArraysError as error:
         problem = str(error)
     except OSError as error:
@@ -277,7 +289,10 @@ def _read_or_problem(folder: Path, like: PyTree) -> tuple[PyTree, str]:
 
 def problems(folder: Path) -> list[str]:
     """A line per damaged or missing file of a step's folder; every byte is read."""
-    return checksums.problems(folder) or stored_arrays.problems(folder / "arrays")
+    if found := checksums.problems(folder):
+        return found
+    parts = json.loads((folder / "meta.json").read_text())["parts"]
+    return stored_arrays.problems(folder / "arrays", parts)
 
 
 def seal(folder: Path) -> None:
@@ -364,7 +379,6 @@ def _describe(arrays: dict[str, Any]) -> dict[str, str]:
 
 
 def _check_same(folder: Path, saved: dict[str, str], wanted: dict[str, str]) -> None:
-    """Orbax casts another dtype in silence and reports another tree in its own terms."""
     if saved != wanted:
         lines = differences(saved, wanted, "in the checkpoint", "in this run")
         raise CheckpointError(

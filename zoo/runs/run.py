@@ -11,7 +11,6 @@ import importlib.metadata
 import json
 import logging
 import math
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -67,7 +66,6 @@ class Run(Generic[ConfigT]):
     def __enter__(self) -> "Run[ConfigT]":
         config = self.config
         logging.basicConfig(format="%(message)s", level=logging.WARNING)
-        logging.getLogger("absl").addFilter(_has_no_traceback)
         if startup.is_on_cpu():
             startup.keep_freed_memory()
         if config.distributed:
@@ -282,16 +280,11 @@ class Run(Generic[ConfigT]):
         files.replace(self.folder / "config.json", text)
 
 
-def _has_no_traceback(record: logging.LogRecord) -> bool:
-    """Orbax and each of its threads also log the errors that they raise."""
-    return record.exc_info is None or bool(os.environ.get("ZOO_TRACEBACK"))
-
-
 @functools.cache  # reading them takes as long as a hundred small steps
 def versions() -> dict[str, str]:
     """The versions of the packages that a run's numbers depend on."""
     found = {}
-    for name in ("equinox", "grain", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "zoo"):
+    for name in ("equinox", "grain", "jax", "jaxlib", "numpy", "optax", "tensorstore", "zoo"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found

@@ -1,16 +1,14 @@
-"""The arrays of a checkpoint: written by Orbax, each chunk with a checksum; read by TensorStore.
+"""The arrays of a checkpoint, in TensorStore's files: each chunk with a checksum.
 
-A chunk ends with its CRC-32C, and so do the nodes of the B-tree (OCDBT) that leads to it: a reader
-of a part of an array verifies that part alone, in parallel. Each process writes the chunks of its
-own devices.
+A process writes the chunks of its own devices into a database of its own (OCDBT), the folder of its
+number, and meets no other process there. Whose part holds which box of an array, the record of the
+checkpoint says. A chunk ends with its CRC-32C, and so do the nodes of the tree that leads to it: a
+reader of a part of an array verifies that part alone, in parallel.
 """
 
 import functools
-import importlib.metadata
-import json
 import math
-import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,109 +17,111 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-# Orbax and TensorStore are imported where they are used: they take as long as JAX, and a program
-# that shows its flags, or a plan, needs neither.
+# TensorStore is imported where it is used: it takes as long as JAX, and a program that shows its
+# flags, or a plan, does not need it.
 
 CHUNK_BYTES = 2**26  # what has to be read to verify one byte, and what one thread verifies
-OLDEST_ORBAX = (0, 12, 8)
-_METADATA = "_METADATA"  # of Orbax: which arrays there are
-_READ_AT_ONCE = 2**30  # bytes
+_AT_ONCE = 2**30  # bytes that are read or written
 _HANDED_ON = 2**20  # bytes of an array that one process reads for others
+
+Box = tuple[tuple[int, int], ...]
+"""The first index of each axis, and the one behind the last."""
+Boxes = Sequence[Any]
+"""(process, box) of the boxes that make up an array; lists where they come from JSON."""
 
 
 class ArraysError(Exception):
     """Arrays that cannot be read: damaged or missing files."""
 
 
-def make_checkpointer() -> Any:
-    """An `orbax.checkpoint.AsyncCheckpointer` that writes arrays for `read`."""
-    import orbax.checkpoint as ocp
-
-    _give_chunks_checksums()
-    # Replica-parallel writing slices every replicated array, at 2 to 6 compiles each.
-    handler = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
-    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
-    return ocp.AsyncCheckpointer(
-        ocp.PyTreeCheckpointHandler(
-            type_handler_registry=registry,
-            use_zarr3=True,
-            use_compression=False,  # weights do not get smaller, and saving takes longer
-        )
-    )
+def boxes(array: jax.Array) -> Boxes:
+    """The boxes of an array as its devices hold them; of copies the first device's."""
+    return [(process, box) for box, (process, _) in _owners(array).items()]
 
 
-def older_orbax() -> str:
-    """Which Orbax is installed, and which one to install; empty if it is that or a later one."""
-    version = importlib.metadata.version("orbax-checkpoint")
-    if tuple(map(int, re.findall(r"\d+", version)[:3])) >= OLDEST_ORBAX:
-        return ""
-    oldest = ".".join(map(str, OLDEST_ORBAX))
-    return f"orbax-checkpoint {version} is installed: install {oldest} or later"
+def _owners(array: jax.Array) -> dict[Box, tuple[int, Any]]:
+    """Box -> the process that writes it, and the device that it takes it from."""
+    owners: dict[Box, tuple[int, Any]] = {}
+    indices: Mapping[Any, tuple[slice, ...]] = array.sharding.devices_indices_map(array.shape)
+    for device, index in indices.items():
+        # An array that each process has alone is the same in all.
+        process = 0 if array.is_fully_addressable else device.process_index
+        owners.setdefault(_box(index, array.shape), (process, device))
+    return owners
 
 
-def save_args(arrays: Mapping[str, jax.Array]) -> Any:
-    """The arguments with which a checkpointer of `make_checkpointer` saves arrays by name."""
-    import orbax.checkpoint as ocp
+def held(arrays: Mapping[str, jax.Array]) -> dict[str, dict[Box, np.ndarray]]:
+    """What this process writes of arrays, on the host: views where the devices are the host's.
 
-    args = {name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for name in arrays}
-    return ocp.args.PyTreeSave(dict(arrays), save_args=args)
-
-
-@functools.cache
-def _give_chunks_checksums() -> None:
-    """Have Orbax ask for a checksum behind each chunk, as it has no option for that.
-
-    Readers find the parts of a chunk in the metadata of its array. `check_written` finds out
-    whether Orbax has listened. This could end with an option for the codecs of a chunk beside
-    `use_compression`, of `PyTreeCheckpointHandler` and of `ArrayOptions.Saving`; version 0.12.8
-    chooses between zstd and nothing, and we know of no request for more at google/orbax.
+    While NumPy looks at a buffer, JAX does not donate it.
     """
-    from orbax.checkpoint._src.serialization import tensorstore_utils
-
-    build = getattr(tensorstore_utils, "_build_zarr3_metadata", None)
-    if build is None:
-        raise _other_orbax()
-
-    def with_checksums(*args: Any, **named: Any) -> Any:
-        metadata = build(*args, **named)
-        inner = metadata["codecs"][0]["configuration"]["codecs"]
-        if not any(codec["name"] == "crc32c" for codec in inner):
-            inner.append({"name": "crc32c"})
-        return metadata
-
-    tensorstore_utils._build_zarr3_metadata = with_checksums
-
-
-def _other_orbax() -> ArraysError:
-    return ArraysError(
-        f"orbax-checkpoint {importlib.metadata.version('orbax-checkpoint')} writes chunks without "
-        "checksums: install the version that pyproject.toml names, and report it"
-    )
+    mine: dict[str, dict[Box, jax.Array]] = {}
+    for name, array in arrays.items():
+        owners, shards = _owners(array), {x.device: x.data for x in array.addressable_shards}
+        here = {
+            box: shards[device]
+            for box, (process, device) in owners.items()
+            if process == jax.process_index()
+        }
+        if here and array.size:
+            mine[name] = here
+            for shard in here.values():
+                shard.copy_to_host_async()
+    return {name: {box: np.asarray(x) for box, x in here.items()} for name, here in mine.items()}
 
 
-def check_written(folder: Path) -> None:
-    """Raise an ArraysError where the chunks in a folder carry no checksums."""
-    for name in _names(folder)[:1]:  # all are written alike
-        metadata = _open(folder, name).result().spec().to_json()["metadata"]
-        if "crc32c" not in json.dumps(metadata["codecs"][0]["configuration"]["codecs"]):
-            raise _other_orbax()
+def write(
+    folder: Path, parts: Mapping[str, Mapping[Box, np.ndarray]], shapes: Mapping[str, tuple]
+) -> None:
+    """Write this process's part, as `held` returns it, of arrays of these shapes into a folder."""
+    sizes = {name: sum(x.nbytes for x in part.values()) for name, part in parts.items()}
+    for names in _batches(sizes):
+        stores = {}
+        for name in names:
+            one = next(iter(parts[name].values()))
+            grid = {"chunk_shape": _chunk(one.shape, one.dtype.itemsize)}
+            metadata = {
+                "shape": shapes[name],
+                "data_type": one.dtype.name,
+                "chunk_grid": {"name": "regular", "configuration": grid},
+                "codecs": [{"name": "bytes"}, {"name": "crc32c"}],
+            }
+            # A chunk of zeros is stored, so that a missing one is an error.
+            more = {"metadata": metadata, "store_data_equal_to_fill_value": True}
+            stores[name] = _open(folder, name, create=True, **more)
+        written = []
+        for name in names:
+            store = stores[name].result()
+            for box, values in parts[name].items():
+                future = store[_slices(box)].write(
+                    values, can_reference_source_data_indefinitely=True
+                )
+                written.append(future)
+        for future in written:
+            future.result()
 
 
-def problems(folder: Path) -> list[str]:
+def _chunk(shape: tuple[int, ...], itemsize: int) -> list[int]:
+    """The shape of chunks of at most `CHUNK_BYTES` that make up a box."""
+    chunk = [*shape]
+    for axis in range(len(chunk)):
+        while chunk[axis] > 1 and itemsize * math.prod(chunk) > CHUNK_BYTES:
+            size = chunk[axis]
+            chunk[axis] = size // next(x for x in range(2, size + 1) if size % x == 0)
+    return chunk
+
+
+def problems(folder: Path, parts: Mapping[str, Boxes]) -> list[str]:
     """A line per array that is not what was written; reads all of them."""
     found = []
-    for name in _names(folder):
+    for name, its in parts.items():
         try:
-            _result(folder, name, _result(folder, name, _open(folder, name)).read())
+            for process, box in its:
+                store = _result(folder, name, _open(folder / str(process), name))
+                _result(folder, name, store[_slices(box)].read())
         except ArraysError as error:
             found.append(str(error))
     return found
-
-
-def _names(folder: Path) -> list[str]:
-    """The names of the arrays in a folder."""
-    tree = json.loads((folder / _METADATA).read_text())["tree_metadata"]
-    return [array["key_metadata"][0]["key"] for array in tree.values()]
 
 
 def anywhere(value: bool) -> bool:
@@ -129,7 +129,9 @@ def anywhere(value: bool) -> bool:
     return bool(multihost_utils.process_allgather(np.int32(value)).any())
 
 
-def read(folder: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+def read(
+    folder: Path, targets: Mapping[str, jax.ShapeDtypeStruct], parts: Mapping[str, Boxes]
+) -> dict[str, jax.Array]:
     """The arrays of these names, with the shapes, dtypes and shardings of the targets.
 
     All processes call it. Each reads what its devices hold, every byte once; of copies in several
@@ -140,65 +142,111 @@ def read(folder: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str,
     """
     together = any(map(_axes_of_copies, targets.values()))
     found: dict[str, jax.Array] = {}
-    for names in _batches(targets):
-        batch, failure, parts = {name: targets[name] for name in names}, None, {}
+    for names in _batches({name: x.size * x.dtype.itemsize for name, x in targets.items()}):
+        batch, failure, values = {name: targets[name] for name in names}, None, {}
         try:
-            parts = _read(folder, batch)
+            values = _read(folder, batch, parts)
         except (ArraysError, OSError) as error:
             failure = error
         if together and anywhere(failure is not None) and failure is None:
             failure = ArraysError("another process cannot read its part")
         if failure is not None:
             raise failure
-        found |= {name: _placed(target, parts.pop(name)) for name, target in batch.items()}
+        found |= {name: _placed(target, values.pop(name)) for name, target in batch.items()}
     return found
 
 
-def _batches(targets: Mapping[str, jax.ShapeDtypeStruct]) -> list[list[str]]:
-    """The names of arrays that are read at once."""
+def _batches(sizes: Mapping[str, int]) -> list[list[str]]:
+    """The names of arrays that are read or written at once."""
     batches: list[list[str]] = [[]]
-    size = 0
-    for name, target in targets.items():
+    total = 0
+    for name, size in sizes.items():
         batches[-1].append(name)
-        size += target.size * target.dtype.itemsize
-        if size >= _READ_AT_ONCE:
+        total += size
+        if total >= _AT_ONCE:
             batches.append([])
-            size = 0
+            total = 0
     return batches
 
 
-def _read(
-    folder: Path, targets: Mapping[str, jax.ShapeDtypeStruct]
-) -> dict[str, dict[tuple, np.ndarray]]:
-    """The parts of each array that this process reads, by their places in it."""
-    import tensorstore as ts
-
-    stores = {name: _open(folder, name) for name in targets}
-    parts: dict[str, dict[tuple, Any]] = {}
-    with ts.Batch() as batch:  # parts of one chunk are read together, once
-        for name, target in targets.items():
-            store = _result(folder, name, stores[name])
-            if tuple(store.shape) != target.shape or store.dtype.numpy_dtype != target.dtype:
-                raise ArraysError(
-                    f"{name} is {store.dtype.name}{list(store.shape)} in {folder}, and not "
-                    f"{target.dtype}{list(target.shape)}"
-                )
-            readers = _readers(target)
-            parts[name] = {
-                _key(index, target.shape): store[index].read(batch=batch)
-                for device, index in _local_indices(target).items()
-                if device in readers
-            }
+def processes_of(
+    targets: Mapping[str, jax.ShapeDtypeStruct], parts: Mapping[str, Boxes]
+) -> set[int]:
+    """The processes whose parts `read` reads here."""
     return {
-        name: {key: np.asarray(_result(folder, name, part)) for key, part in found.items()}
-        for name, found in parts.items()
+        process
+        for name, target in targets.items()
+        for box in _boxes_to_read(target)
+        for process, _ in _overlaps(box, parts[name])
     }
 
 
-def _placed(target: jax.ShapeDtypeStruct, parts: Mapping[tuple, np.ndarray]) -> jax.Array:
+def _boxes_to_read(target: jax.ShapeDtypeStruct) -> set[Box]:
+    readers = _readers(target)
+    local = _local_indices(target).items()
+    return {_box(index, target.shape) for device, index in local if device in readers}
+
+
+def _overlaps(box: Box, stored: Boxes) -> Iterator[tuple[int, Box]]:
+    """The process and the box of what each stored box has of a box."""
+    for process, other in stored:
+        common = tuple(
+            (max(pair[0] for pair in both), min(pair[1] for pair in both))
+            for both in zip(box, other, strict=True)
+        )
+        if all(start < stop for start, stop in common):
+            yield process, common
+
+
+def _read(
+    folder: Path, targets: Mapping[str, jax.ShapeDtypeStruct], parts: Mapping[str, Boxes]
+) -> dict[str, dict[Box, np.ndarray]]:
+    """The boxes of each array that this process reads."""
+    import tensorstore as ts
+
+    wanted = {
+        name: {box: [*_overlaps(box, parts[name])] for box in _boxes_to_read(target)}
+        for name, target in targets.items()
+    }
+    stores = {
+        (name, process): _open(folder / str(process), name)
+        for name, its in wanted.items()
+        for pieces in its.values()
+        for process, _ in pieces
+    }
+    for (name, _), future in stores.items():
+        _result(folder, name, future)
+    futures: dict[tuple, Any] = {}
+    with ts.Batch() as batch:  # parts of one chunk are read together, once
+        for name, its in wanted.items():
+            for box, pieces in its.items():
+                for process, piece in pieces:
+                    store = stores[name, process].result()
+                    futures[name, box, piece] = store[_slices(piece)].read(batch=batch)
+    found: dict[str, dict[Box, np.ndarray]] = {}
+    for name, its in wanted.items():
+        found[name] = {box: _new(box, targets[name].dtype) for box in its}
+        for box, pieces in its.items():
+            for _, piece in pieces:
+                values = np.asarray(_result(folder, name, futures.pop((name, box, piece))))
+                if piece == box:
+                    found[name][box] = values
+                else:
+                    pairs = zip(piece, box, strict=True)
+                    at = tuple(slice(a - start, b - start) for (a, b), (start, _) in pairs)
+                    found[name][box][at] = values
+    return found
+
+
+def _new(box: Box, dtype: np.dtype) -> np.ndarray:
+    """Zeros, which take no memory before they are written."""
+    return np.zeros([stop - start for start, stop in box], dtype)
+
+
+def _placed(target: jax.ShapeDtypeStruct, parts: Mapping[Box, np.ndarray]) -> jax.Array:
     """The array of a target from the parts that its processes have read."""
     axes, readers = _axes_of_copies(target), _readers(target)
-    places = {d: _key(index, target.shape) for d, index in _local_indices(target).items()}
+    places = {d: _box(index, target.shape) for d, index in _local_indices(target).items()}
     if not axes:
         # A copy: a donated array must own its memory.
         shards = [jax.device_put(parts[at], d, may_alias=False) for d, at in places.items()]
@@ -208,9 +256,8 @@ def _placed(target: jax.ShapeDtypeStruct, parts: Mapping[tuple, np.ndarray]) -> 
     mesh, spec = target.sharding.mesh, target.sharding.spec
     shards = []
     for device, place in places.items():
-        shape = [1, *(len(range(*part)) for part in place)]
-        part = parts[place].view(bits) if device in readers else np.zeros(shape, bits)
-        shards.append(jax.device_put(part.reshape(shape), device))
+        part = parts[place] if device in readers else _new(place, target.dtype)
+        shards.append(jax.device_put(part.view(bits)[None], device))
     copies = jax.make_array_from_single_device_arrays(
         (math.prod(mesh.shape[axis] for axis in axes), *target.shape),
         NamedSharding(mesh, PartitionSpec(axes, *spec)),
@@ -255,11 +302,16 @@ def _local_indices(target: jax.ShapeDtypeStruct) -> dict[jax.Device, tuple[slice
     return target.sharding.addressable_devices_indices_map(target.shape)
 
 
-def _key(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple:
-    return tuple(part.indices(size) for part, size in zip(index, shape, strict=True))
+def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+    pairs = zip(index, shape, strict=True)
+    return tuple((start, stop) for start, stop, _ in (part.indices(size) for part, size in pairs))
 
 
-def _open(folder: Path, name: str) -> Any:
+def _slices(box: Iterable[Iterable[int]]) -> tuple[slice, ...]:
+    return tuple(slice(*pair) for pair in box)
+
+
+def _open(folder: Path, name: str, **more: Any) -> Any:
     import tensorstore as ts
 
     spec = {
@@ -269,7 +321,7 @@ def _open(folder: Path, name: str) -> Any:
         "recheck_cached_data": False,
         "recheck_cached_metadata": False,
     }
-    return ts.open(spec, read=True, open=True, context=_context())
+    return ts.open({**spec, **more}, open=not more, context=_context())
 
 
 @functools.cache

@@ -46,7 +46,7 @@ def copy(work: str, folder: Path, store: Store, names: Files, prefix: str) -> di
 
 def share_of(name: str) -> int:
     """The process that wrote a checkpoint's file."""
-    found = re.match(r"arrays/ocdbt\.process_(\d+)/", name)
+    found = re.match(r"arrays/(\d+)/", name)
     return int(found[1]) if found else 0
 
 
