@@ -125,8 +125,8 @@ def test_the_core_names_no_room_around_it():
     assert {name: x for name, x in found.items() if x} == {}
 
 
-# No public name has what they need: see there.
-PRIVATE = {"runs/stored_arrays", "nn/attention/splash"}
+# No public name has what it needs: see there.
+PRIVATE = {"nn/attention/splash"}
 
 
 def test_nothing_private_of_other_libraries_is_imported():
