@@ -1,11 +1,11 @@
 import dataclasses
-import functools
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import drawn_model
 
 from zoo import losses, mlp, sharding
 from zoo.sharding.axes import keystr, logical_axes
@@ -17,7 +17,7 @@ KEY = jax.random.key(0)
 
 def make(**changes) -> mlp.MLP:
     sizes = {"in_size": 12, "out_size": 5, "hidden_size": 32, "num_layers": 3}
-    return mlp.MLP(mlp.Config(**{**sizes, **changes}), key=KEY)
+    return drawn_model(lambda key: mlp.MLP(mlp.Config(**{**sizes, **changes}), key=key))
 
 
 def inputs() -> jax.Array:
@@ -43,7 +43,7 @@ def test_plain_mlp_matches_its_formula():
     for layer in (model.first, up, down, model.last):
         h = jnp.tanh(h @ layer.linear.weight + layer.linear.bias[None])
     expected = h @ model.head.weight + model.head.bias[None]
-    np.testing.assert_allclose(model(inputs()), expected, atol=1e-5)
+    np.testing.assert_allclose(eqx.filter_jit(model)(inputs()), expected, atol=1e-5)
 
 
 def test_residual_mlp_matches_its_formula():
@@ -109,7 +109,6 @@ def test_layers_draw_independent_dropout_masks():
     np.testing.assert_allclose(outputs[outputs != 0], 32.0, rtol=1e-5)
 
 
-@functools.cache
 def gradient(residual: bool, spec: str) -> tuple:
     """Of a model that lies on the mesh, with the shardings that the annotations give it."""
     mesh = sharding.make_mesh(spec)
@@ -120,18 +119,9 @@ def gradient(residual: bool, spec: str) -> tuple:
         return eqx.filter_jit(eqx.filter_value_and_grad(loss))(model)
 
 
-@pytest.mark.parametrize(
-    ("residual", "spec"),
-    [
-        (True, "data=2,fsdp=2,tensor=2"),
-        pytest.param(False, "fsdp=2,tensor=4", marks=pytest.mark.slow),
-    ],
-)
-def test_mesh_gives_equal_gradients(residual, spec):
-    pairs = zip(
-        *map(jax.tree.leaves, (gradient(residual, spec), gradient(residual, ""))), strict=True
-    )
-    for sharded, plain in pairs:
+def test_mesh_gives_equal_gradients():
+    found, wanted = (gradient(True, spec) for spec in ("data=2,fsdp=2,tensor=2", ""))
+    for sharded, plain in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
         np.testing.assert_allclose(sharded, plain, atol=1e-5)
 
 

@@ -22,13 +22,13 @@ import pytest
 import safetensors.numpy
 from damage import KINDS, hurt
 from fsspec.implementations.memory import MemoryFile
-from helpers import arrays, assert_trees_close, drawn_model, labelled_batch, token_batch
+from helpers import arrays, assert_trees_close, drawn_model, token_batch
 from hypothesis import HealthCheck, assume, given, note, settings
 from hypothesis import strategies as st
 from stores import tree
 
 import zoo
-from zoo import losses, mlp, rnn, sharding, transformer
+from zoo import losses, rnn, sharding, transformer
 from zoo.common import checksums
 from zoo.common.addresses import AddressError, location
 from zoo.common.store import Store
@@ -47,19 +47,16 @@ from zoo.runs.remote.copies import Record, RemoteCopies
 from zoo.transformer.rotary import RopeScaling
 
 
-def examples(few: int, many: int) -> pytest.MarkDecorator:
-    """The `options` of a property: few examples, if any, and with -m slow many, always the same."""
-    common: dict[str, Any] = {"deadline": None, "database": None, "derandomize": True}  # compiling
-    every = [*HealthCheck]
-    cases = [
-        pytest.param(settings(max_examples=few or 1, **common), id="few"),
-        pytest.param(
-            settings(max_examples=many, suppress_health_check=every, **common),
-            id="many",
-            marks=pytest.mark.slow,
-        ),
-    ]
-    return pytest.mark.parametrize("options", cases[not few :])
+def examples(count: int) -> settings:
+    """So many examples, always the same; compiling takes long, and is no fault."""
+    checks = [*HealthCheck]
+    return settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=checks,
+    )
 
 
 # Datasets
@@ -164,27 +161,23 @@ def found_in(dataset: TokenDataset, batch: dict[str, np.ndarray]) -> list[tuple]
     return list(zip(*columns, strict=True))
 
 
-@examples(40, 150)
-def test_datasets_give_each_token_once(options: settings):
-    @options
-    @given(datasets(), st.integers(0, 3), st.integers(0, 6))
-    def check(case: Case, epoch: int, at: int) -> None:
-        dataset, found = case.dataset, Counter()
-        places = 0
-        for k in range(epoch * dataset.batches_per_epoch, (epoch + 1) * dataset.batches_per_epoch):
-            batch, halves = dataset.batch(k), (slice(at), slice(at, None))
-            parts = [dataset.batch(k, rows) for rows in halves]
-            for name, array in batch.items():
-                assert len(array) == dataset.batch_size
-                joined = np.concatenate([part[name] for part in parts])
-                np.testing.assert_array_equal(joined, array)
-            assert dataset.bucket(k) in dataset.buckets
-            places += dataset.batch_size * dataset.bucket(k)
-            found.update(found_in(dataset, batch))
-        assert found == expected(dataset, case.cut)
-        assert dataset.padding_waste == pytest.approx(1 - found.total() / places)
-
-    check()
+@examples(50)
+@given(datasets(), st.integers(0, 3), st.integers(0, 6))
+def test_datasets_give_each_token_once(case: Case, epoch: int, at: int):
+    dataset, found = case.dataset, Counter()
+    places = 0
+    for k in range(epoch * dataset.batches_per_epoch, (epoch + 1) * dataset.batches_per_epoch):
+        batch, halves = dataset.batch(k), (slice(at), slice(at, None))
+        parts = [dataset.batch(k, rows) for rows in halves]
+        for name, array in batch.items():
+            assert len(array) == dataset.batch_size
+            joined = np.concatenate([part[name] for part in parts])
+            np.testing.assert_array_equal(joined, array)
+        assert dataset.bucket(k) in dataset.buckets
+        places += dataset.batch_size * dataset.bucket(k)
+        found.update(found_in(dataset, batch))
+    assert found == expected(dataset, case.cut)
+    assert dataset.padding_waste == pytest.approx(1 - found.total() / places)
 
 
 # Meshes
@@ -330,22 +323,7 @@ def draw_recurrence(draw: st.DrawFn, unit: int) -> RecurrenceConfig:
     )
 
 
-def draw_mlp(draw: st.DrawFn, unit: int, rows: int) -> tuple[Callable, Any, Any]:
-    config = mlp.Config(
-        16,
-        8,
-        hidden_size=unit * draw(st.integers(1, 8)),
-        num_layers=draw(st.integers(1, 5)),
-        activation=draw(st.sampled_from(["gelu", "relu", "silu", "tanh"])),
-        norm=draw(st.sampled_from(["none", "layer", "rms"])),
-        residual=draw(st.booleans()),
-        remat=draw(st.sampled_from(["none", "dots", "dots_no_batch", "full"])),
-    )
-    note(str(config))
-    return functools.partial(mlp.MLP, config), labelled_batch(rows), losses.classification
-
-
-WORLDS = {"transformer": draw_transformer, "rnn": draw_rnn, "mlp": draw_mlp}
+WORLDS = {"transformer": draw_transformer, "rnn": draw_rnn}
 
 
 def loss_and_gradient(world: World, **where: Any) -> tuple[float, Any]:
@@ -356,10 +334,10 @@ def loss_and_gradient(world: World, **where: Any) -> tuple[float, Any]:
     return float(metrics["loss"]), state.opt_state.trace
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", WORLDS)
-@examples(0, 3)  # without -m slow tests/training/test_step.py has one mesh of each family
-def test_any_mesh_matches_one_device_gradients(options: settings, family: str):
-    @options
+def test_any_mesh_matches_one_device_gradients(family: str):
+    @examples(2)
     @given(worlds(family))
     def check(world: World) -> None:
         jax.clear_caches()  # hundreds of programs would use up the process's memory maps
@@ -381,11 +359,10 @@ LIVES = st.tuples(st.just("live"), MESHES, st.integers(0, 2), st.booleans())
 DAMAGES = st.tuples(st.just("damage"), st.sampled_from(KINDS), st.integers(0, 2**32))
 
 
-@examples(12, 25)
-def test_newest_undamaged_step_is_restored(options: settings, tmp_path_factory):
+def test_newest_undamaged_step_is_restored(tmp_path_factory):
     """Saves, kills inside saves and damages in any order, each life on a mesh of its own."""
 
-    @options
+    @examples(12)
     @given(st.lists(LIVES | DAMAGES, min_size=3, max_size=6))
     def check(events: list[tuple]) -> None:
         world = tmp_path_factory.mktemp("life")
@@ -572,8 +549,7 @@ READERS = (
 )
 
 
-@examples(400, 1_200)
-def test_names_from_outside_stay_inside(options: settings, tmp_path, monkeypatch, caplog, capsys):
+def test_names_from_outside_stay_inside(tmp_path, monkeypatch, caplog):
     """What a listing or a file names is read and written inside of its folder, or refused."""
     box = tmp_path / "1/2/3/4/box"
     (box / "home").mkdir(parents=True)
@@ -601,10 +577,8 @@ def test_names_from_outside_stay_inside(options: settings, tmp_path, monkeypatch
     for reader in READERS:
         check(reader, ["a"])
     hostile = st.lists(NAMES, min_size=1, max_size=3, unique=True)
-    options(given(st.sampled_from(READERS), hostile)(check))()
+    examples(400)(given(st.sampled_from(READERS), hostile)(check))()
     world.store.store.clear()
     for reader in READERS:  # each of them has read some, and refused some
         assert ends[reader.__name__, True] > 0, ends
         assert ends[reader.__name__, "AddressError"] + ends[reader.__name__, "PublishError"] > 5
-    with capsys.disabled():
-        print(f"\n{ends.total()} examples: {dict(sorted(ends.items(), key=str))}")

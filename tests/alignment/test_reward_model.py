@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import drawn_rnn, drawn_transformer
 from prepared_parts import corpus_of, rows_in
 from recipe_cases import write_base
 
 import zoo
 from recipes import finetune
-from zoo import preferences, rnn, transformer
+from zoo import preferences, transformer
 from zoo.alignment.reward_model import _scores
 from zoo.data.tokenizer import ByteTokenizer
 from zoo.runs.metrics import MetricsLog, read_metrics
@@ -43,26 +44,28 @@ def batch(tmp_path):
 
 
 def models():
-    config = transformer.Config(320, d_model=16, num_layers=2, num_heads=2)
+    sizes = {"vocab_size": 320, "d_model": 16, "num_heads": 2, "num_layers": 1}
     for body in (
-        transformer.Transformer(config, key=KEY),
-        rnn.RNN(rnn.Config(320, hidden_size=16, num_layers=1), key=KEY),
+        drawn_transformer(**sizes, **{"attention.head_dim": 8}),
+        drawn_rnn("lstm", vocab_size=320, hidden_size=16, num_layers=1),
     ):
         yield zoo.Classifier(body, 1, pooling="last", key=jax.random.key(1))
 
 
-@pytest.mark.slow
 def test_scores_are_of_each_whole_answer_alone(batch):
     """By the classifier itself, of each example in a row of its own, with its end."""
     numbers, batch = batch
     for model in models():
-        scores, seen = _scores(model, batch, None), 0
+        scores, seen = eqx.filter_jit(_scores)(model, batch, None), 0
+        score = eqx.filter_jit(lambda model, ids, end: model(ids, mask=jnp.arange(16)[None] < end))
         for i, number in enumerate(numbers):
             for side in (0, 1) if number >= 0 else ():
                 text = PAIRS[number][0] + PAIRS[number][1 + side]
-                ids = jnp.asarray([[256, *text.encode(), 256]], jnp.int32)
-                np.testing.assert_allclose(scores[i, side], model(ids)[0, 0], rtol=1e-5, atol=1e-6)
-                assert abs(float(scores[i, side] - model(ids[:, :-1])[0, 0])) > 1e-4
+                ids = [256, *text.encode(), 256]
+                row = jnp.asarray([ids + [0] * (16 - len(ids))], jnp.int32)
+                whole, cut = (score(model, row, len(ids) - less)[0, 0] for less in (0, 1))
+                np.testing.assert_allclose(scores[i, side], whole, rtol=1e-5, atol=1e-6)
+                assert abs(float(scores[i, side] - cut)) > 1e-4
                 seen += 1
         assert seen == 8
 
@@ -159,9 +162,8 @@ def test_a_killed_run_ends_the_same(tmp_path, monkeypatch):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("method", [pytest.param("full", marks=pytest.mark.slow), "lora"])
-def test_a_reward_model_is_trained_saved_and_scores(method, tmp_path, capsys):
-    config = config_of(tmp_path, tmp_path / "run", method=method, steps=24)
+def test_a_reward_model_is_trained_saved_and_scores(tmp_path, capsys):
+    config = config_of(tmp_path, tmp_path / "run", method="lora", steps=24)
     finetune.main(config)
     evaluated = [x for x in read_metrics(tmp_path / "run" / "metrics.jsonl") if "eval_loss" in x]
     assert evaluated[-1]["eval_loss"] < 0.5 * evaluated[0]["eval_loss"]

@@ -40,18 +40,14 @@ def near(model: Any, scale: float) -> Any:
     """A draft that resembles a model: its arrays a little off."""
     arrays, rest = eqx.partition(model, eqx.is_inexact_array)
     leaves, tree = jax.tree.flatten(arrays)
-    keys = jax.random.split(jax.random.key(5), len(leaves))
-    noisy = [
-        x + scale * jax.random.normal(k, x.shape, x.dtype)
-        for x, k in zip(leaves, keys, strict=True)
-    ]
+    rng = np.random.default_rng(5)
+    noisy = [x + jnp.asarray(scale * rng.normal(size=x.shape), x.dtype) for x in leaves]
     return eqx.combine(jax.tree.unflatten(tree, noisy), rest)
 
 
 @pytest.mark.parametrize(
     "name",
-    ["transformer", "lstm", "mlstm"]
-    + [pytest.param(x, marks=pytest.mark.slow) for x in MIXERS if x != "mlstm"],
+    ["transformer", "lstm", "mlstm", pytest.param("gated_deltanet", marks=pytest.mark.slow)],
 )
 def test_tokens_read_at_once_equal_those_read_one_by_one(name: str):
     decoder = decoder_of(model_of(name))
@@ -82,12 +78,7 @@ def test_tokens_read_at_once_equal_those_read_one_by_one(name: str):
 
 @pytest.mark.parametrize(
     "names",
-    [
-        pytest.param(("transformer", "lstm"), marks=pytest.mark.slow),
-        ("lstm", "transformer"),
-        pytest.param(("mamba2", "gated_deltanet"), marks=pytest.mark.slow),
-        pytest.param(("unwindowed", "unwindowed"), marks=pytest.mark.slow),
-    ],
+    [("lstm", "transformer"), pytest.param(("transformer", "lstm"), marks=pytest.mark.slow)],
     ids=str,
 )
 def test_greedy_tokens_are_those_of_the_model(names: tuple[str, str]):

@@ -25,9 +25,9 @@ from zoo.nn.attention.triton import Tiling, Triton
 
 
 def inputs(length: int, heads: int = 2, kv_heads: int = 2, dtype: Any = jnp.float32) -> Any:
-    keys = jax.random.split(jax.random.key(length), 4)
+    rng = np.random.default_rng(length)
     shapes = [(2, length, n, 8) for n in (heads, kv_heads, kv_heads, heads)]
-    return [1.5 * jax.random.normal(*pair).astype(dtype) for pair in zip(keys, shapes, strict=True)]
+    return [jnp.asarray(1.5 * rng.normal(size=shape), dtype) for shape in shapes]
 
 
 def segments(length: int) -> Array:
@@ -69,15 +69,12 @@ def textbook(
 
 CASES: dict[str, dict[str, Any]] = {
     "one": {"length": 1},
-    "two": {"length": 2, "causal": False},
     "under a chunk": {"length": 15, "segments": True},
     "over a chunk": {"length": 17, "kv_heads": 1, "triton": True},
     "encoder": {"length": 33, "causal": False, "segments": True, "heads": 4, "xla": True}
     | {"triton": True},
     "window": {"length": 33, "window": 5, "segments": True, "xla": True},
     "window of one": {"length": 18, "window": 1},
-    "wide window": {"length": 33, "window": 23},
-    "encoder's window": {"length": 34, "window": 9, "causal": False, "xla": True},
     "soft cap": {"length": 20, "soft_cap": 1.5, "segments": True, "kv_heads": 1},
     "sinks": {"length": 33, "window": 20, "segments": True, "heads": 4, "sinks": True}
     | {"triton": True},
@@ -192,16 +189,13 @@ def assert_equal(got: tuple, wanted: tuple) -> None:
 @pytest.mark.slow
 def test_splash_matches_chunked_attention_on_a_mesh():
     with sharding.use(sharding.make_mesh("fsdp=2,tensor=4")):
-        for fused in (False, True):
-            assert_equal(*splash_and_chunked(Mask(True, 70), 2.0, True, (8, 4), fused=fused))
+        assert_equal(*splash_and_chunked(Mask(True, 70), 2.0, True, (8, 4), fused=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("causal", "window", "soft_cap", "heads", "packed", "fused"),
-    covering(
-        [True, False], [None, 70], [None, 2.0], [(2, 2), (4, 2)], *[[False, True]] * 2, strength=3
-    ),
+    covering([True, False], [None, 70], [None, 2.0], [(2, 2), (4, 2)], *[[False, True]] * 2),
 )
 def test_splash_matches_chunked_attention(
     causal: bool, window: Any, soft_cap: Any, heads: tuple[int, int], packed: bool, fused: bool
@@ -211,11 +205,10 @@ def test_splash_matches_chunked_attention(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("heads", [(8, 2), (8, 4), (24, 8)])
-def test_splash_takes_whole_kv_heads_beside_split_queries(heads: tuple[int, int]):
+def test_splash_takes_whole_kv_heads_beside_split_queries():
     rules = {**sharding.RULES, "kv_heads": None}
     with sharding.use(sharding.Layout("fsdp=2,tensor=4", rules)):
-        assert_equal(*splash_and_chunked(Mask(True, None), None, True, heads, 128))
+        assert_equal(*splash_and_chunked(Mask(True, None), None, True, (24, 8), 128))
 
 
 @pytest.mark.parametrize("mask", [Mask(True, None), Mask(True, 300), Mask(False, 140)])
@@ -342,19 +335,18 @@ def test_the_scale_may_be_given():
     np.testing.assert_allclose(got, textbook(q * 0.5 * 8**0.5, k, v, seen, None, np), atol=4e-6)
 
 
-@pytest.mark.parametrize(("new", "heads"), [(1, 2), (1, 4), (3, 4)])
 @pytest.mark.parametrize(
-    ("options", "dtype"),
+    ("new", "heads", "options", "dtype"),
     [
-        ({}, jnp.float32),
-        ({"soft_cap": 1.5}, jnp.float32),
-        ({"soft_cap": 2.0, "scale": 0.3}, jnp.float32),
-        ({"sinks": True}, jnp.float32),
-        ({}, jnp.bfloat16),
+        (1, 2, {}, jnp.float32),
+        (1, 4, {"soft_cap": 2.0, "scale": 0.3}, jnp.float32),
+        (3, 4, {"sinks": True}, jnp.float32),
+        (1, 2, {}, jnp.bfloat16),
+        (3, 4, {}, jnp.bfloat16),
     ],
     ids=str,
 )
-def test_cached_attention_matches_textbook_formula(options: dict, dtype: Any, new: int, heads: int):
+def test_cached_attention_matches_textbook_formula(new: int, heads: int, options: dict, dtype: Any):
     rng = np.random.default_rng(0)
     shapes = [(3, new, heads, 8), (3, 2, 6, 8), (3, 2, 6, 8)]
     q, k, v = (jnp.asarray(2 * rng.normal(size=shape), dtype) for shape in shapes)
@@ -363,7 +355,7 @@ def test_cached_attention_matches_textbook_formula(options: dict, dtype: Any, ne
     sinks = [np.linspace(-1.0, 2.5, heads)] if "sinks" in options else []
     given = {**options, "sinks": jnp.asarray(sinks[0])} if sinks else options
     run = lambda q, k, v: attend_to_slots(q, k, v, jnp.asarray(seen), **given)
-    got = run(q, k, v)
+    got = jax.jit(run)(q, k, v)
     assert got.dtype == dtype
     q64, k64, v64 = (np.asarray(x, np.float64) for x in (q, k.swapaxes(1, 2), v.swapaxes(1, 2)))
     q64 *= options.get("scale", 8**-0.5) * 8**0.5
@@ -398,21 +390,15 @@ def test_large_logits_do_not_overflow():
         assert np.isfinite(x).all()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"implementation": "cudnn"},
-            "kernel='cudnn' needs an NVIDIA GPU.*'cpu'.*'auto'",
-        ),
+def test_inapplicable_attention_backends_are_refused():
+    q, k, v, _ = inputs(4)
+    for options, message in (
+        ({"implementation": "cudnn"}, "kernel='cudnn' needs an NVIDIA GPU.*'cpu'.*'auto'"),
         ({"implementation": "cudnn", "soft_cap": 5.0}, "no soft cap.*attention.soft_cap=5.0"),
         ({"implementation": "xla", "soft_cap": 5.0}, "attention.kernel='xla' has no soft cap"),
-    ],
-)
-def test_inapplicable_attention_backends_are_refused(options: dict, message: str):
-    q, k, v, _ = inputs(4)
-    with pytest.raises(ValueError, match=message):
-        attention(q, k, v, causal=True, **options)
+    ):
+        with pytest.raises(ValueError, match=message):
+            attention(q, k, v, causal=True, **options)
 
 
 CUDNN = {"dtype": jnp.bfloat16, "head_dim": 64, "length": 6, "causal": True}
@@ -440,11 +426,12 @@ def test_auto_uses_kernels_of_gpus_where_supported(
     changes: dict, messages: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ):
     case = {"window": None, "packed": False, "soft_cap": None, **CUDNN, **changes}
-    q = 0.1 * jnp.arange(case["length"] * case["head_dim"], dtype=case["dtype"])
-    q = q.reshape(1, case["length"], 1, case["head_dim"])
+    q = 0.1 * np.arange(case["length"] * case["head_dim"])
+    q = jnp.asarray(q.reshape(1, case["length"], 1, case["head_dim"]), case["dtype"])
     options = {name: case[name] for name in ("causal", "window", "soft_cap")}
     options["segment_ids"] = jnp.ones((1, case["length"]), jnp.int32) if case["packed"] else None
-    chunked, taken = attention(q, q, q, **options, implementation="chunked"), []
+    run = lambda q, **more: jax.jit(lambda q: attention(q, q, q, **options, **more))(q)
+    chunked, taken = run(q, implementation="chunked"), []
 
     def kernel(q: Any, *_: Any, implementation: str, **__: Any) -> Any:
         taken.append(implementation)
@@ -455,7 +442,7 @@ def test_auto_uses_kernels_of_gpus_where_supported(
     monkeypatch.setattr(jax, "devices", lambda: [device])
     monkeypatch.setattr(jax.nn, "dot_product_attention", kernel)
     monkeypatch.setattr(Triton, "__call__", lambda _, q, *__: taken.append("triton") or q)
-    got = attention(q, q, q, **options)
+    got = run(q)
     assert taken == [name for name in ("cudnn", "triton") if name not in messages][:1]
     if not taken:
         np.testing.assert_allclose(*(x.astype(jnp.float32) for x in (got, chunked)), rtol=0.02)

@@ -44,11 +44,9 @@ def interpreted(*args: jax.Array) -> jax.Array:
     ("name", "dtype"),
     [
         ("empty ones, and rows behind", jnp.float32),
-        *(
-            pytest.param(name, dtype, marks=pytest.mark.slow)
-            for name in GROUPS
-            for dtype in (jnp.float32, jnp.bfloat16)
-        ),
+        pytest.param("all rows in one", jnp.float32, marks=pytest.mark.slow),
+        pytest.param("all rows", jnp.bfloat16, marks=pytest.mark.slow),
+        pytest.param("no row", jnp.float32, marks=pytest.mark.slow),
     ],
 )
 def test_the_kernel_matches_ragged_dot(name: str, dtype: Any):
@@ -69,8 +67,8 @@ def test_members_of_an_ensemble_take_turns():
     x, w, _ = inputs(256)
     sizes = jnp.asarray([GROUPS["all rows"][1], GROUPS["all rows in one"][1]], jnp.int32)
     sizes = jnp.minimum(sizes, 256)
-    gradients = jax.grad(lambda x, w, sizes: interpreted(x, w, sizes).sum(), (0, 1))
-    got = jax.vmap(gradients, (None, None, 0))(x, w, sizes)
+    gradients = jax.jit(jax.grad(lambda x, w, sizes: interpreted(x, w, sizes).sum(), (0, 1)))
+    got = jax.jit(jax.vmap(gradients, (None, None, 0)))(x, w, sizes)
     wanted = [gradients(x, w, each) for each in sizes]
     for index, each in enumerate(wanted):
         for one, want in zip(got, each, strict=True):

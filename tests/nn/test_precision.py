@@ -33,14 +33,13 @@ KEY = jax.random.key(0)
 
 
 def normal(seed: int, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
-    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 PRODUCTS = {
     "bte,ef->btf": ((2, 5, 8), (8, 6), 1),
     "bte,enh->btnh": ((2, 5, 8), (8, 3, 4), 1),
     "btnh,nhe->bte": ((2, 5, 3, 4), (3, 4, 8), 2),
-    "be,ef->bf": ((5, 8), (8, 6), 1),
     "e,ef->f": ((8,), (8, 6), 1),
 }
 

@@ -15,8 +15,6 @@ import zoo
 from zoo import losses, mlp, sharding, transformer
 from zoo.nn import attention, products
 from zoo.nn.layers import gelu
-from zoo.nn.recurrences.mixers import MIXERS
-from zoo.rnn.cells import CELLS
 
 
 def tokens() -> dict[str, Any]:
@@ -60,19 +58,17 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "mlp": (lambda: make_mlp("layer"), of_classes),
     **{
         cell: (lambda cell=cell: drawn_rnn(cell, num_layers=1), of_tokens)
-        for cell in (*CELLS, *MIXERS)
+        for cell in ("lstm", "mingru", "gated_deltanet", "mlstm")
     },
     "transformer": (
-        lambda: small_transformer(mlp="geglu", **{"attention.qk_norm": "per_head"}),
+        lambda: small_transformer(
+            mlp="geglu",
+            **{"attention.qk_norm": "per_head", "attention.window": 3, "attention.soft_cap": 5.0},
+        ),
         of_tokens,
     ),
     "moe": (lambda: small_transformer(**{"experts.num_experts": 4}), of_tokens),
-    "window": (
-        lambda: small_transformer(**{"attention.window": 3, "attention.soft_cap": 5.0}),
-        of_tokens,
-    ),
     "bert": (small_bert, of_bert),
-    "chunked loss": (small_transformer, of_tokens),
 }
 
 
@@ -82,7 +78,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 )
 def test_forward_mode_agrees_with_the_written_gradients(name, monkeypatch):
     """⟨gradient, v⟩ and reverse over reverse are by the rules that training takes."""
-    if name == "chunked loss":
+    if name == "transformer":
         monkeypatch.setattr(losses, "LOGITS_BYTES", 1)
     make, loss = CASES[name]
     params, static = eqx.partition(make(), eqx.is_inexact_array)

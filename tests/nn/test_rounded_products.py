@@ -35,7 +35,7 @@ PRODUCTS = [((2, 5, 8), (8, 6), 1), ((2, 5, 8), (8, 3, 4), 1), ((2, 5, 3, 4), (3
 
 
 def normal(seed: int, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def rounded_matrix(w: jax.Array, contract: int) -> Rounded:
@@ -111,12 +111,13 @@ def test_products_of_integers_are_those_of_a_cpu(monkeypatch: pytest.MonkeyPatch
 
 
 def test_zeros_stay_zero_and_what_is_not_finite_shows():
-    x = jnp.ones((4, 8)).at[1].set(0).at[2, 3].set(jnp.nan).at[3, 5].set(-jnp.inf)
-    w = normal(0, (8, 3)).at[:, 1].set(0)
-    y, dx, _ = value_and_gradients(lambda x, w: multiply(x, w, 1), x[:, :3], x, w)
-    assert not jnp.isfinite(y[2:, (0, 2)]).any()  # a zero column's codes are zeros
-    assert jnp.isfinite(y[:2]).all()
-    assert jnp.isfinite(dx[:2]).all()
+    x, w = np.ones((4, 8), np.float32), np.array(normal(0, (8, 3)))
+    x[1], x[2, 3], x[3, 5], w[:, 1] = 0, np.nan, -np.inf, 0
+    given = map(jnp.asarray, (x[:, :3], x, w))
+    y, dx, _ = map(np.asarray, value_and_gradients(lambda x, w: multiply(x, w, 1), *given))
+    assert not np.isfinite(y[2:, (0, 2)]).any()  # a zero column's codes are zeros
+    assert np.isfinite(y[:2]).all()
+    assert np.isfinite(dx[:2]).all()
     assert not y[1].any() | y[:2, 1].any() | dx[1].any()
 
 
@@ -219,20 +220,17 @@ def test_policies_keep_products_in_the_compute_dtype(capsys: pytest.CaptureFixtu
 def test_remat_changes_no_number():
     loss, wanted = gradients(drawn_transformer(), "codes")
     assert distance(gradients(drawn_transformer(), "fp32")[1], wanted) > 3e-3
-    for policy in ("dots", "full"):
-        got = gradients(drawn_transformer(remat=policy), "codes")
-        assert float(got[0]) == pytest.approx(float(loss), rel=1e-5)
-        assert distance(got[1], wanted) < 1e-3
+    got = gradients(drawn_transformer(remat="full"), "codes")
+    assert float(got[0]) == pytest.approx(float(loss), rel=1e-5)
+    assert distance(got[1], wanted) < 1e-3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fsdp=8", "fsdp=2,tensor=4", "data=2,context=2,tensor=2"])
+@pytest.mark.parametrize("name", ["fsdp=2,tensor=4", "data=2,context=2,tensor=2"])
 def test_gradients_on_a_mesh_are_those_of_one_device(name: str):
-    loss, wanted = gradients(drawn_transformer(), "codes")
-    mesh, (params, static) = (
-        sharding.make_mesh(name),
-        eqx.partition(drawn_transformer(), eqx.is_inexact_array),
-    )
+    model = drawn_transformer(num_layers=1)
+    loss, wanted = gradients(model, "codes")
+    mesh, (params, static) = sharding.make_mesh(name), eqx.partition(model, eqx.is_inexact_array)
     with sharding.use(mesh):
         placed = jax.device_put(params, sharding.shardings(params, mesh))
         got = gradients(eqx.combine(placed, static), "codes")
@@ -284,7 +282,8 @@ def test_an_evaluation_computes_in_int8_too():
 
 @pytest.mark.slow
 def test_adapters_on_a_rounded_matrix_are_trained():
-    model = zoo.lora.adapt(drawn_transformer(), zoo.lora.Config(), key=jax.random.key(0))
+    plain = drawn_transformer(num_layers=1)
+    model = zoo.lora.adapt(plain, zoo.lora.Config(), key=jax.random.key(0))
     model = jax.tree.map(lambda x: x + 0.1 if eqx.is_inexact_array(x) else x, model)
     loss, grads = gradients(model)
     wanted_loss, wanted = gradients(model, "bf16")
@@ -316,7 +315,8 @@ def test_forward_mode_differentiates_the_plain_product():
     x, w = normal(0, (2, 3, 8)), normal(1, (8, 4))
     dx, dw = normal(2, x.shape), normal(3, w.shape)
     with forward_mode():
-        y, dy = jax.jvp(lambda x, w: multiply(x, w, 1), (x, w), (dx, dw))
+        run = lambda *given: jax.jvp(lambda x, w: multiply(x, w, 1), given[:2], given[2:])
+        y, dy = jax.jit(run)(x, w, dx, dw)
     np.testing.assert_allclose(y, multiply(x, w, 1), rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(dy, dx @ w + x @ dw, rtol=1e-5, atol=1e-5)
 

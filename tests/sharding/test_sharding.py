@@ -62,9 +62,8 @@ def model() -> Model:
 # Meshes
 
 
-@pytest.mark.parametrize(
-    ("spec", "sizes"),
-    [
+def test_make_mesh():
+    for spec, sizes in (
         ("", {}),
         ("data=8", {"data": 8}),
         (" fsdp = 4 , tensor=2", {"fsdp": 4, "tensor": 2}),
@@ -73,13 +72,11 @@ def model() -> Model:
         ("fsdp=3", {"fsdp": 3}),
         ({"fsdp": -1, "tensor": 4}, {"fsdp": 2, "tensor": 4}),
         ("fsdp=2,context=-1", {"fsdp": 2, "context": 4}),
-    ],
-)
-def test_make_mesh(spec: Any, sizes: dict[str, int]):
-    mesh = make_mesh(spec)
-    assert mesh.axis_names == sharding.MESH_AXES
-    assert mesh.shape == dict.fromkeys(sharding.MESH_AXES, 1) | sizes
-    assert set(mesh.axis_types) == {AxisType.Auto}
+    ):
+        mesh = make_mesh(spec)
+        assert mesh.axis_names == sharding.MESH_AXES
+        assert mesh.shape == dict.fromkeys(sharding.MESH_AXES, 1) | sizes
+        assert set(mesh.axis_types) == {AxisType.Auto}
 
 
 def test_make_mesh_of_given_devices():
@@ -88,9 +85,9 @@ def test_make_mesh_of_given_devices():
         make_mesh("data=4", jax.devices()[:3])
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
+def test_a_bad_mesh_is_an_error(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as it is for users
+    for spec, message in (
         ("foo=2", "no axis 'foo'.*data.*fsdp.*tensor"),
         ({"model": 2}, "no axis 'model'"),
         ("data=x", "'data=x': the size of data is no integer"),
@@ -104,12 +101,9 @@ def test_make_mesh_of_given_devices():
         ("data=16", "needs 16 devices, and there are 8.*device_count=16"),
         ("fsdp=3,data=-1", "3 does not divide the 8 devices"),
         ("fsdp=16,data=-1", "16 does not divide the 8 devices"),
-    ],
-)
-def test_a_bad_mesh_is_an_error(spec: Any, message: str, monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as it is for users
-    with pytest.raises(ShardingError, match=message):
-        make_mesh(spec)
+    ):
+        with pytest.raises(ShardingError, match=message):
+            make_mesh(spec)
 
 
 # Annotations
@@ -179,37 +173,24 @@ def test_unplaceable_parameters_are_named(tree: Any, message: str):
             place(tree, mesh)
 
 
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
-        (("embed", "mlp"), True),
-        ((None, "embed", "heads", "head_dim"), True),
-        ((None, "heads", "head_dim"), False),
-        ((None, "embed"), False),
-        ((), False),
-        (("gates", "hidden"), False),
-        (("embed", "gates", "hidden"), True),
-        (("member", "experts", "embed"), False),
-        (("experts", "embed", "mlp"), True),
-        (("vocab", "embed"), True),
-    ],
-)
-def test_is_matrix(names: tuple, expected: bool):
-    assert is_matrix(names) is expected
+def test_is_matrix():
+    matrices = [("embed", "mlp"), (None, "embed", "heads", "head_dim"), ("vocab", "embed")]
+    matrices += [("embed", "gates", "hidden"), ("experts", "embed", "mlp")]
+    others = [(None, "heads", "head_dim"), (None, "embed"), (), ("gates", "hidden")]
+    others += [("member", "experts", "embed")]
+    for names in (*matrices, *others):
+        assert is_matrix(names) is (names in matrices), names
 
 
-@pytest.mark.parametrize(
-    ("names", "inputs", "outputs"),
-    [
+def test_matrix_axes_split_inputs_and_outputs():
+    for names, inputs, outputs in (
         ((None, "embed", "heads", "head_dim"), (1,), (2, 3)),
         ((None, "heads", "head_dim", "embed"), (1, 2), (3,)),
         (("member", None, "experts", "embed", "mlp"), (3,), (4,)),
         (("embed", "gates", "hidden"), (0,), (1, 2)),
         (("gates", "hidden", "embed"), (0, 1), (2,)),
-    ],
-)
-def test_matrix_axes_split_inputs_and_outputs(names: tuple, inputs: tuple, outputs: tuple):
-    assert matrix_axes(names) == (inputs, outputs)
+    ):
+        assert matrix_axes(names) == (inputs, outputs), names
 
 
 class Grouped(eqx.Module):
@@ -287,10 +268,10 @@ def test_the_placement_table_adds_up():
     assert len({len(line) for line in lines}) == 1
 
 
-@pytest.mark.parametrize("axes", ["tensro", ("fsdp", "tensro")])
-def test_rules_for_unknown_mesh_axes_are_refused(axes: Any):
-    with pytest.raises(ShardingError, match=r"rule 'experts': .* no mesh has an axis 'tensro'"):
-        zoo.Layout(rules={**sharding.RULES, "experts": axes})
+def test_rules_for_unknown_mesh_axes_are_refused():
+    for axes in ("tensro", ("fsdp", "tensro")):
+        with pytest.raises(ShardingError, match=r"rule 'experts': .* no mesh has an axis 'tensro'"):
+            zoo.Layout(rules={**sharding.RULES, "experts": axes})
 
 
 # Optimizer state and batches
@@ -424,18 +405,15 @@ def test_mesh_axes_of_a_dimension_are_text():
             assert sharding.split_by("batch") == "fsdp=2"
 
 
-@pytest.mark.parametrize(
-    ("shape", "names", "message"),
-    [
+def test_mismatched_constraints_are_refused():
+    for shape, names, message in (
         ((8, 4), ("batch",), r"shape \(8, 4\) is named \('batch',\)"),
         ((8, 4), ("batch", "colour"), "logical axis 'colour'"),
         ((6, 4), ("batch", "embed"), r"the size 6 is not divisible by data\*fsdp=4"),
-    ],
-)
-def test_mismatched_constraints_are_refused(shape: Any, names: Any, message: str):
-    x = jnp.zeros(shape)
-    with sharding.use(make_mesh(CUBE)), pytest.raises(ShardingError, match=message):
-        sharding.constrain(x, *names)
+    ):
+        x = jnp.zeros(shape)
+        with sharding.use(make_mesh(CUBE)), pytest.raises(ShardingError, match=message):
+            sharding.constrain(x, *names)
 
 
 @pytest.mark.parametrize(
@@ -466,20 +444,13 @@ def test_gather_leaves_only_compute_sharding(rules: dict, stored: P, used: P):
         assert found.is_equivalent_to(NamedSharding(mesh, spec), 2)
 
 
-@pytest.mark.parametrize(
-    ("stored", "used", "expected"),
-    [
+def test_axes_of_a_dimension_are_gathered_one_by_one():
+    for stored, used, expected in (
         (P("fsdp", "tensor"), P(None, "tensor"), []),
         (P(("fsdp", "context"), "tensor"), P(None, "tensor"), [P(("fsdp",), ("tensor",))]),
-        (
-            P(("tensor", "fsdp", "context"), None),
-            P("tensor", None),
-            [P(("tensor", "fsdp"), None)],
-        ),
-    ],
-)
-def test_axes_of_a_dimension_are_gathered_one_by_one(stored: P, used: P, expected: list[P]):
-    assert between(stored, used) == expected
+        (P(("tensor", "fsdp", "context"), None), P("tensor", None), [P(("tensor", "fsdp"), None)]),
+    ):
+        assert between(stored, used) == expected
 
 
 def test_arrays_without_annotations_are_gathered_as_a_whole_model():
@@ -542,23 +513,17 @@ def test_slices_lie_side_by_side_along_data(monkeypatch):
     assert [x.id for x in make_mesh("fsdp=8").devices.flat] == list(range(8))
 
 
-@pytest.mark.parametrize(
-    ("spec", "where", "message"),
-    [
-        (
-            "fsdp=8",
-            lambda i: i // 4,
-            "data=1, over 2 slices of 4, 4 TPUs.*'data=2,fsdp=-1'",
-        ),
-        ("data=2,fsdp=4", lambda i: i // 3, "data=2, over 3 slices of 3, 3, 2 TPUs"),
-        ("data=2,fsdp=4", lambda i: i // 5, "data=2, over 2 slices of 5, 3 TPUs"),
-    ],
-)
-def test_slices_that_data_does_not_divide_into_are_refused(spec, where, message, monkeypatch):
-    monkeypatch.setattr("zoo.sharding.mesh.slice_index", lambda device: where(device.id))
+def test_slices_that_data_does_not_divide_into_are_refused(monkeypatch):
     devices = [Mock(jax.Device, id=i, platform="tpu") for i in range(8)]
-    with pytest.raises(ShardingError, match=message):
-        make_mesh(spec, devices)
+    for spec, size, message in (
+        ("fsdp=8", 4, "data=1, over 2 slices of 4, 4 TPUs.*'data=2,fsdp=-1'"),
+        ("data=2,fsdp=4", 3, "data=2, over 3 slices of 3, 3, 2 TPUs"),
+        ("data=2,fsdp=4", 5, "data=2, over 2 slices of 5, 3 TPUs"),
+    ):
+        where = lambda device, size=size: device.id // size
+        monkeypatch.setattr("zoo.sharding.mesh.slice_index", where)
+        with pytest.raises(ShardingError, match=message):
+            make_mesh(spec, devices)
 
 
 def test_multiprocess_meshes_need_all_devices(monkeypatch):

@@ -50,88 +50,85 @@ def dataset_with(name: str, row: int, value: Any, dtype: Any = None, **more: np.
 # --- The values of batches
 
 
-BAD = [
-    ("inputs", np.nan, np.float32, r"batch 2: inputs\[3, 1\] is nan, which is no finite float32"),
-    ("inputs", -np.inf, np.float16, r"batch 2: inputs\[3, 1\] is -inf, which is no finite float16"),
-    (
-        "inputs",
-        1e300,
-        np.float64,
-        r"batch 2: inputs\[3, 1\] is 1e\+300, which is no finite float32",
-    ),
-    ("labels", 2**40 + 3, np.int64, r"labels\[3\] is 1099511627779, which int32 does not hold"),
-]
-UNSIGNED = ("labels", 2**33, np.uint64, r"labels\[3\] is 8589934592, which uint32 does not hold")
+NAN = ("inputs", np.nan, np.float32, r"batch 2: inputs\[3, 1\] is nan, which is no finite float32")
+LARGE = ("labels", 2**40 + 3, np.int64, r"labels\[3\] is 1099511627779, which int32 does not hold")
 BEYOND = [
     ("labels", CLASSES, np.int64, r"labels\[3\] is 3, and the model's out_size is 3: .* 0 to 2;"),
     ("labels", -1, np.int32, r"labels\[3\] is -1, and the model's out_size is 3"),
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "dtype", "message"), [*BAD, UNSIGNED])
-def test_loader_refuses_values_by_entry_and_row(name: str, value: Any, dtype: Any, message: str):
+def test_loader_refuses_values_by_entry_and_row():
     mesh = zoo.make_mesh("data=2,fsdp=2")
-    stream = loader.batches(dataset_with(name, 11, value, dtype), mesh, stop=6)
-    assert [next(stream)[0] for _ in range(2)] == [0, 1]
-    with pytest.raises(ValueError, match=message):
-        next(stream)
-
-
-@pytest.mark.parametrize(("name", "value", "dtype", "message"), [BAD[0], BEYOND[0]])
-def test_a_run_ends_before_the_step_that_would_use_the_value(
-    name: str, value: Any, dtype: Any, message: str, tmp_path: Any, monkeypatch: Any
-):
-    monkeypatch.setattr(zoo.runs.recorder, "plot_curves", lambda *paths: None)
-    options: Any = {"steps": 6, "log_every": 1, "eval_every": 6, "precision": "fp32"}
-    config = Config(run_dir=tmp_path, compilation_cache=None, checkpoint_every=1, **options)
-    description: Any = {"make_model": make_net, "loss_fn": losses.classification}
-    with zoo.Run(config) as run:
-        dataset = dataset_with(name, 11, value, dtype)
-        training = zoo.Training(
-            **description,
-            optimizer=optax.adam(1e-2),
-            data=dataset,
-            evaluate=zoo.evaluator(run, losses.classification, dataset),
-        )
+    not_finite = r"batch 2: inputs\[3, 1\] is {}, which is no finite float{}"
+    for name, value, dtype, message in (
+        NAN,
+        ("inputs", -np.inf, np.float16, not_finite.format("-inf", 16)),
+        ("inputs", 1e300, np.float64, not_finite.format(r"1e\+300", 32)),
+        LARGE,
+        ("labels", 2**33, np.uint64, r"labels\[3\] is 8589934592, which uint32 does not hold"),
+    ):
+        stream = loader.batches(dataset_with(name, 11, value, dtype), mesh, stop=6)
+        assert [next(stream)[0] for _ in range(2)] == [0, 1]
         with pytest.raises(ValueError, match=message):
-            zoo.fit(run, training)
-        state = training.blueprint(KEY, mesh=run.mesh).state()
-        with pytest.raises(ValueError, match=message):  # of an evaluation as well
-            training.evaluate(state.model, True)
-    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+            next(stream)
 
 
-def test_a_run_that_skips_steps_skips_those_of_nan(tmp_path: Any, monkeypatch: Any):
+@pytest.fixture
+def run_of(tmp_path: Any, monkeypatch: Any) -> Any:
+    """`run_of(**fields)` is a run of six steps, without pictures."""
     monkeypatch.setattr(zoo.runs.recorder, "plot_curves", lambda *paths: None)
-    options: Any = {"steps": 6, "log_every": 1, "eval_every": 6, "precision": "fp32"}
-    config = Config(run_dir=tmp_path, compilation_cache=None, on_nonfinite="skip", **options)
-    description: Any = {"make_model": make_net, "loss_fn": losses.classification}
-    with zoo.Run(config) as run:
-        training = zoo.Training(
-            **description,
-            optimizer=optax.adam(1e-2),
-            data=dataset_with("inputs", 11, np.nan),
-            evaluate=lambda model, whole: {"eval_loss": 1.0},
-        )
-        state, _ = zoo.fit(run, training)
+    common: Any = {"steps": 6, "log_every": 1, "eval_every": 6, "precision": "fp32"}
+    return lambda **fields: zoo.Run(
+        Config(run_dir=tmp_path, compilation_cache=None, **common, **fields)
+    )
+
+
+def training(dataset: Any, evaluate: Any) -> zoo.Training:
+    return zoo.Training(
+        make_model=make_net,
+        loss_fn=losses.classification,
+        optimizer=optax.adam(1e-2),
+        data=dataset,
+        evaluate=evaluate,
+    )
+
+
+@pytest.mark.parametrize(("name", "value", "dtype", "message"), [NAN, BEYOND[0]])
+def test_a_run_ends_before_the_step_that_would_use_the_value(
+    name: str, value: Any, dtype: Any, message: str, run_of: Any
+):
+    with run_of(checkpoint_every=1) as run:
+        dataset = dataset_with(name, 11, value, dtype)
+        given = training(dataset, zoo.evaluator(run, losses.classification, dataset))
+        with pytest.raises(ValueError, match=message):
+            zoo.fit(run, given)
+        state = given.blueprint(KEY, mesh=run.mesh).state()
+        with pytest.raises(ValueError, match=message):  # of an evaluation as well
+            given.evaluate(state.model, True)
+    assert [line["step"] for line in read_metrics(run.folder / "metrics.jsonl")] == [1, 2]
+
+
+def test_a_run_that_skips_steps_skips_those_of_nan(run_of: Any):
+    with run_of(on_nonfinite="skip") as run:
+        given = training(dataset_with("inputs", 11, np.nan), lambda *_: {"eval_loss": 1.0})
+        state, _ = zoo.fit(run, given)
     assert (int(state.step), int(state.skipped)) == (6, 1)
 
 
-@pytest.mark.parametrize(("name", "value", "dtype", "message"), [BAD[0], BAD[3], *BEYOND])
-def test_a_loop_of_ones_own_has_the_same_checks(name: str, value: Any, dtype: Any, message: str):
-    optimizer, message = optax.sgd(0.1), message.replace("batch 2", "the batch")
+def test_a_loop_of_ones_own_has_the_same_checks():
+    optimizer = optax.sgd(0.1)
     state = zoo.init_state(make_net, optimizer, key=KEY)
     step = zoo.make_train_step(losses.classification, optimizer, precision="fp32")
     evaluate = zoo.make_eval_step(losses.classification, precision="fp32")
-    dataset = dataset_with(name, 11, value, dtype)
-    for call in (
-        lambda: step(state, dataset.batch(2)),
-        lambda: evaluate(state.model, dataset.batch(2)),
-    ):
-        with CompileCounter() as counter, pytest.raises(ValueError, match=message):
-            call()
-        assert counter.compiles == 0
-    step(state, dataset.batch(1))  # which has all of its buffers
+    for name, value, dtype, message in (NAN, LARGE, *BEYOND):
+        batch = dataset_with(name, 11, value, dtype).batch(2)
+        for call, given in ((step, state), (evaluate, state.model)):
+            message = message.replace("batch 2", "the batch")
+            with CompileCounter() as counter, pytest.raises(ValueError, match=message):
+                call(given, batch)
+            assert counter.compiles == 0
+    step(state, dataset_with("inputs", 11, np.nan).batch(1))  # which has all of its buffers
 
 
 def test_ids_beyond_the_vocabulary_are_refused_and_padding_is_not():
@@ -212,32 +209,18 @@ def test_what_is_accepted_is_found_through_wrappers():
 def test_targets_beyond_the_logits_have_no_finite_loss():
     """Also of a model that says nothing of its classes, in a batch that is on the device."""
     batch = jax.tree.map(jnp.asarray, zoo.ArrayDataset(points(), 8, seed=0).batch(0))
+    loss = lambda model, batch: losses.classification(model, batch, None)[0]
+    run = eqx.filter_jit(eqx.filter_value_and_grad(loss))
+    model = Foreign(KEY)
     for label in (-1, CLASSES):
         wrong = {**batch, "labels": batch["labels"].at[2].set(label)}
-        assert np.isnan(float(losses.classification(Foreign(KEY), wrong, None)[0]))
-        ignored = {**wrong, "weights": batch["weights"].at[2].set(0)}
-        right = {**batch, "weights": ignored["weights"]}
-        both = [
-            jax.value_and_grad(
-                lambda w, b: losses.classification(
-                    eqx.tree_at(lambda m: m.weight, Foreign(KEY), w), b, None
-                )[0]
-            )(Foreign(KEY).weight, b)
-            for b in (ignored, right)
-        ]
-        assert float(both[0][0]) == float(both[1][0]) > 0
-        np.testing.assert_array_equal(both[0][1], both[1][1])
-
-
-@pytest.mark.parametrize("id", [VOCAB, 2**32 + 1])
-def test_prompts_beyond_the_vocabulary_are_refused(id: int):
-    model = drawn_transformer()
-    for options, name in (
-        ({"prompt": [[1, id]]}, "prompt"),
-        ({"prompt": [[1]], "stop_tokens": [id]}, "stop_tokens"),
-    ):
-        with pytest.raises(ValueError, match=f"^{name}.*{id}"):
-            zoo.generate(model, max_new_tokens=1, temperature=0.0, **options)
+        assert np.isnan(float(run(model, wrong)[0]))
+        weights = batch["weights"].at[2].set(0)
+        (ignored, gradient), (right, other) = (
+            run(model, {**x, "weights": weights}) for x in (wrong, batch)
+        )
+        assert float(ignored) == float(right) > 0
+        np.testing.assert_array_equal(gradient.weight, other.weight)
 
 
 # --- The first step
@@ -254,10 +237,6 @@ def sums(model: Any, batch: Any, key: Any) -> Any:
 
 def mean_beside_a_weight(model: Any, batch: Any, key: Any) -> Any:
     return squares(model, batch).mean(), batch["weights"].sum(), {}
-
-
-def mean_beside_a_length(model: Any, batch: Any, key: Any) -> Any:
-    return squares(model, batch).mean(), jnp.float32(len(batch["weights"])), {}
 
 
 def sum_beside_one(model: Any, batch: Any, key: Any) -> Any:
@@ -286,12 +265,7 @@ def first_steps(loss: Any, mesh: str = "", count: int = 1, **options: Any) -> li
 
 @pytest.mark.parametrize(
     ("loss", "mesh"),
-    [
-        (mean_beside_a_weight, "data=8"),
-        (mean_beside_a_length, ""),
-        (sum_beside_one, ""),
-        (contrastive, ""),
-    ],
+    [(mean_beside_a_weight, "data=8"), (sum_beside_one, ""), (contrastive, "")],
 )
 def test_a_loss_that_is_no_sum_is_warned_of_once(loss: Any, mesh: str):
     [text] = first_steps(loss, mesh, count=3)
@@ -363,7 +337,7 @@ def test_losses_of_the_zoo_are_sums(name: str):
     """Why their first step is not checked: by their real batches, twice."""
     loss, make, make_batch = OF_THE_ZOO[name]
     model, batch = make(), jax.tree.map(jnp.asarray, make_batch())
-    twice = jax.tree.map(lambda x: jnp.concatenate([x, x]), batch)
+    twice = jax.tree.map(lambda x: jnp.asarray(np.concatenate([x, x])), batch)
     run = eqx.filter_jit(lambda model, batch: loss(model, batch, None)[:2])
     (total, weight), (totals, weights) = run(model, batch), run(model, twice)
     assert float(weight) > 0
@@ -374,7 +348,7 @@ def test_losses_of_the_zoo_are_sums(name: str):
 
 @pytest.mark.parametrize(
     ("clip_norm", "factor", "said"),
-    [("default", 100.0, True), ("default", 1e-4, False), (None, 100.0, False), (1e6, 100.0, False)],
+    [("default", 100.0, True), ("default", 1e-4, False), (None, 100.0, False)],
 )
 def test_clipping_is_said_once(clip_norm: Any, factor: float, said: bool, caplog: Any):
     def scaled(model: Any, batch: Any, key: Any) -> Any:

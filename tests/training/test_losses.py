@@ -18,9 +18,10 @@ from zoo.nn.layers import Embedding, Readout
 from zoo.nn.parameters import unshard
 from zoo.training.tiled_loss import num_tiles
 
-LOGITS = 5 * jax.random.normal(jax.random.key(0), (3, 4, 7))
-TARGETS = jax.random.randint(jax.random.key(1), (3, 4), 0, 7)
-WEIGHTS = jax.random.uniform(jax.random.key(2), (3, 4))
+RNG = np.random.default_rng(0)
+LOGITS = jnp.asarray(5 * RNG.normal(size=(3, 4, 7)), jnp.float32)
+TARGETS = jnp.asarray(RNG.integers(0, 7, (3, 4)), jnp.int32)
+WEIGHTS = jnp.asarray(RNG.uniform(size=(3, 4)), jnp.float32)
 
 
 @jax.jit
@@ -61,14 +62,13 @@ def test_large_logits_do_not_overflow():
     assert np.isfinite(jax.grad(total)(1e4 * LOGITS)).all()
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_zero_weight_positions_are_ignored(bad: float):
-    weights = WEIGHTS.at[1, 2].set(0.0)
-    logits = LOGITS.at[1, 2].set(bad)
-    clean = LOGITS.at[1, 2].set(0.0)
-    np.testing.assert_array_equal(total(logits, weights), total(clean, weights))
+def test_zero_weight_positions_are_ignored():
+    weights, clean = WEIGHTS.at[1, 2].set(0.0), LOGITS.at[1, 2].set(0.0)
     expected = np.array(jax.grad(plain)(clean, weights))
-    np.testing.assert_allclose(jax.grad(total)(logits, weights), expected, atol=1e-6)
+    for bad in (np.nan, np.inf, -np.inf):
+        logits = LOGITS.at[1, 2].set(bad)
+        np.testing.assert_array_equal(total(logits, weights), total(clean, weights))
+        np.testing.assert_allclose(jax.grad(total)(logits, weights), expected, atol=1e-6)
 
 
 def test_nan_at_weighted_positions_propagates():
@@ -127,7 +127,7 @@ def test_zero_weight_nan_is_ignored_in_chunks(
     np.testing.assert_allclose(chunked[1][kept], whole[1][kept], rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("limit", [12, 6, 5, 1, 0])
+@pytest.mark.parametrize("limit", [12, 5, 1, 0])
 def test_no_more_logits_than_the_limit_are_made(limit: int, monkeypatch: pytest.MonkeyPatch):
     readout, x, targets, weights = readout_and_inputs()
     monkeypatch.setattr(losses, "LOGITS_BYTES", 4 * 4 * limit * 40)
@@ -178,32 +178,22 @@ def test_fp16_chunked_gradients_stay_accurate(
         np.testing.assert_allclose(got, want, rtol=0, atol=0.02 * largest)
 
 
-@pytest.mark.parametrize("loss", [losses.next_token, losses.balanced_next_token(0.1)])
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_malformed_batches_are_refused():
+    batch = jax.tree.map(jnp.asarray, token_batch(2, 8))
+    for change, message in (
+        ({"tokens": batch["tokens"]}, r"the batch has \['tokens'\], and no 'targets'"),
         (
-            lambda batch: {"tokens": batch["tokens"]},
-            r"the batch has \['tokens'\], and no 'targets'",
+            {name: x for name, x in batch.items() if name != "weights"},
+            "no 'weights': the loss takes tokens, targets",
         ),
-        (lambda batch: batch | {"weights": None}, "no 'weights': the loss takes tokens, targets"),
-        (lambda batch: {name: x[0] for name, x in batch.items()}, r"\(8,\).*\[batch, seq\]"),
-        (lambda batch: batch | {"weights": batch["weights"][:1]}, r"'weights': \(1, 8\)"),
-    ],
-)
-def test_malformed_token_batches_are_refused(loss: Any, change: Any, message: str):
-    batch = change(jax.tree.map(jnp.asarray, token_batch(2, 8)))
-    with pytest.raises(ValueError, match=message):
-        loss(None, {name: x for name, x in batch.items() if x is not None}, None)
-
-
-def test_incomplete_labelled_batches_are_refused():
+        ({name: x[0] for name, x in batch.items()}, r"\(8,\).*\[batch, seq\]"),
+        (batch | {"weights": batch["weights"][:1]}, r"'weights': \(1, 8\)"),
+    ):
+        for loss in (losses.next_token, losses.balanced_next_token(0.1)):
+            with pytest.raises(ValueError, match=message):
+                loss(None, change, None)
     with pytest.raises(ValueError, match="no 'labels': the loss takes inputs, labels, weights"):
         losses.classification(None, {"inputs": jnp.ones((2, 3))}, None)
-
-
-def test_balanced_loss_without_experts_is_refused():
-    batch = jax.tree.map(jnp.asarray, token_batch(2, 8))
     with pytest.raises(ValueError, match="balanced_next_token: a RNN has no experts"):
         losses.balanced_next_token(0.1)(drawn_rnn("gru"), batch, None)
 

@@ -45,8 +45,8 @@ class Net(eqx.Module):
 
 def wave(*shape: int, shift: float = 0.0) -> Array:
     """Numbers that look random, of rank as full as the shape's."""
-    count = jnp.arange(np.prod(shape), dtype=jnp.float32)
-    return jnp.sin(count * count + shift).reshape(shape)
+    count = np.arange(np.prod(shape), dtype=np.float32)
+    return jnp.asarray(np.sin(count * count + np.float32(shift)).reshape(shape))
 
 
 class Nets(eqx.Module):
@@ -86,8 +86,9 @@ def factored() -> optax.GradientTransformation:
 
 
 OPTIMIZERS = {name: lambda name=name: make_optimizer(Config(name=name), 100) for name in NAMES}
-OPTIMIZERS["bf16"] = lambda: make_optimizer(Config(name="muon", moment_dtype="bf16"), 100)
+OPTIMIZERS["muon"] = lambda: make_optimizer(Config(name="muon", moment_dtype="bf16"), 100)
 OPTIMIZERS |= {"chain": chained, "partition": partitioned, "factored": factored}
+del OPTIMIZERS["adam"]  # a chain has it
 
 
 @pytest.fixture(scope="module")
@@ -111,15 +112,11 @@ def stepped() -> tuple[TrainState, TrainState]:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_mesh_steps_match_one_device(name: str, stepped: Any):
+    """And the optimizer's state is sharded as the parameters are."""
     state, expected = stepped
     assert_trees_close(state.model.nets[name], expected.model.nets[name], rtol=1e-5)
     for path, start in arrays(Net()).items():
         assert (arrays(expected.model.nets[name])[path] != start).any()
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizer_state_is_sharded_like_parameters(name: str, stepped: Any):
-    state, _ = stepped
     parameters = arrays(state.model.nets[name])
     moments = {k: x for k, x in arrays(state.opt_state.inner_states[name]).items() if x.ndim}
     alike = set()
@@ -268,7 +265,7 @@ def compiled_update(model: Stacks, spec: str) -> tuple[Any, jax.stages.Compiled]
         return program(jax.device_put(model, placed)), program
 
 
-@pytest.mark.parametrize("spec", ["fsdp=8", "fsdp=2,expert=2,tensor=2", "data=2,fsdp=2,context=2"])
+@pytest.mark.parametrize("spec", ["fsdp=8", "fsdp=2,expert=2,tensor=2"])
 def test_muon_on_a_mesh_matches_one_device_for_every_stack(spec: str):
     shapes, keys = [(3, 8, 16), (3, 4, 16, 8), (8, 16)], jax.random.split(KEY, 3)
     model = Stacks(*(jax.random.normal(key, x) for key, x in zip(keys, shapes, strict=True)))
@@ -277,8 +274,7 @@ def test_muon_on_a_mesh_matches_one_device_for_every_stack(spec: str):
     assert_trees_close(updates, expected, rtol=5e-5)
 
 
-@pytest.mark.parametrize("layers", [8, 5, 20])
-@pytest.mark.parametrize("spec", ["fsdp=8", "fsdp=4,tensor=2"])
+@pytest.mark.parametrize(("spec", "layers"), [("fsdp=8", 5), ("fsdp=4,tensor=2", 20)])
 def test_muon_turns_each_matrix_on_one_device(spec: str, layers: int):
     """Devices exchange the parts of matrices, some of zeros, and multiply as many whole ones."""
     _, program = compiled_update(Stacks(wave(layers, 16, 24), None, None), spec)

@@ -22,6 +22,7 @@ from helpers import (
     pad_tokens,
     small_config,
     token_batch,
+    value_and_gradients,
 )
 
 import zoo
@@ -30,7 +31,6 @@ from zoo.nn.parameters import unshard
 from zoo.nn.precision import in_precision
 from zoo.nn.stateful import cast
 from zoo.publishing import models
-from zoo.runs.checkpoint import Checkpointer
 from zoo.sharding.rules import is_matrix
 from zoo.tasks.finetuning.training import merge
 from zoo.training import state as state_module
@@ -134,19 +134,26 @@ def test_a_step_sorts_each_tokens_experts_once(spec: str):
         assert program.compile().compiled.as_text().count(" sort(") == 2 * branches
 
 
-def value_and_gradient(spec: str, **rules: Any) -> Any:
+def value_and_gradient(options: dict, spec: str, **rules: Any) -> Any:
     """Of a model that lies on the mesh as the changed rules have it."""
-    model = drawn_transformer(**OPTIONS, num_layers=1, remat="full")
+    model = drawn_transformer(**options)
     batch = jax.tree.map(jnp.asarray, token_batch(8, 12))
     loss = losses.balanced_next_token(0.1)
-    mesh, rules = zoo.make_mesh(spec), {**sharding.RULES, **rules}
-    with sharding.use(zoo.Layout(mesh, rules)):
+    with sharding.use(zoo.Layout(spec, {**sharding.RULES, **rules})):
         function = eqx.filter_jit(eqx.filter_value_and_grad(lambda m: loss(m, batch, None)[0]))
-        return copy(function(jax.device_put(model, sharding.shardings(model, mesh))))
+        return copy(function(jax.device_put(model, sharding.shardings(model, zoo.make_mesh(spec)))))
 
 
-ON_ONE_DEVICE = functools.cache(lambda: value_and_gradient(""))
+ONE_LAYER = {**OPTIONS, "num_layers": 1, "remat": "full"}
+ON_ONE_DEVICE = functools.cache(lambda: value_and_gradient(ONE_LAYER, ""))
 CUBE = "data=2,fsdp=2,tensor=2"
+
+
+def assert_alike(many: Any, one: Any) -> None:
+    np.testing.assert_allclose(many[0], one[0], rtol=1e-5)
+    assert_trees_close(many[1], one[1], rtol=1e-4)
+    for path, grad in arrays(one[1]).items():
+        assert np.abs(grad).max() > 1e-6, path
 
 
 @pytest.mark.parametrize(
@@ -158,10 +165,8 @@ CUBE = "data=2,fsdp=2,tensor=2"
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
-                ("fsdp=8", {"experts": "fsdp"}),
                 ("fsdp=2,tensor=4", {"experts": None}),  # "mlp" is on the tensor axis then
                 (CUBE, {"experts": ("fsdp", "tensor")}),
-                (CUBE, {"experts": "tensor", "mlp": ("tensor", "fsdp")}),
                 (CUBE, {"batch": ("data", "tensor")}),
             ]
         ),
@@ -169,50 +174,31 @@ CUBE = "data=2,fsdp=2,tensor=2"
     ids=str,
 )
 def test_mesh_gradients_match_one_device(spec: str, rules: dict):
-    one, many = ON_ONE_DEVICE(), value_and_gradient(spec, **rules)
-    np.testing.assert_allclose(many[0], one[0], rtol=1e-5)
-    assert_trees_close(many[1], one[1], rtol=1e-4)
-    for path, grad in arrays(one[1]).items():
-        assert np.abs(grad).max() > 1e-5, path
+    assert_alike(value_and_gradient(ONE_LAYER, spec, **rules), ON_ONE_DEVICE())
 
 
 VARIANT: dict[str, Any] = {
-    **{**OPTIONS, "bias": True, "mlp": "swiglu_clamped", "num_layers": 6, **IN_GROUPS},
+    **{**OPTIONS, "bias": True, "mlp": "swiglu_clamped", "num_layers": 4, **IN_GROUPS},
     **{"experts.first_dense": 1, "experts.interval": 2, "experts.dense_d_ff": 20},
     **{"experts.num_shared": 1, "experts.router": "sigmoid", "experts.bias_rate": 0.1},
 }
 
 
-@pytest.mark.parametrize(
-    "spec", ["tensor=2", pytest.param("data=2,fsdp=2,expert=2", marks=pytest.mark.slow)]
-)
-def test_dense_layers_groups_and_biases_on_a_mesh_are_as_on_one_device(spec: str):
+def test_dense_layers_groups_and_biases_on_a_mesh_are_as_on_one_device():
     """And layers in a loop as one after another."""
-
-    def run(spec: str, scan: bool) -> Any:
-        model = drawn_transformer(**VARIANT, scan_layers=scan)
-        batch = jax.tree.map(jnp.asarray, token_batch(8, 12))
-        loss, mesh = losses.balanced_next_token(0.1), zoo.make_mesh(spec)
-        with sharding.use(mesh):
-            function = eqx.filter_jit(eqx.filter_value_and_grad(lambda m: loss(m, batch, None)[0]))
-            return copy(function(jax.device_put(model, sharding.shardings(model, mesh))))
-
-    one, many = run("", False), run(spec, True)
-    np.testing.assert_allclose(many[0], one[0], rtol=1e-5)
-    assert_trees_close(many[1], one[1], rtol=1e-4)
-    for path, grad in arrays(one[1]).items():
-        assert np.abs(grad).max() > 1e-6, path
+    one = value_and_gradient({**VARIANT, "scan_layers": False}, "")
+    assert_alike(value_and_gradient(VARIANT, "tensor=2"), one)
 
 
 def test_layers_before_the_experts_and_between_them_have_one_mlp():
     model = drawn_transformer(**VARIANT)
-    assert model.config.has_experts == (False, True) * 3
+    assert model.config.has_experts == (False, True) * 2
     found = {x: y.shape[:2] for x, y in arrays(model.blocks).items() if x.endswith("w_up")}
-    assert found == {"mlp.w_up": (3, 8), "dense_mlp.w_up": (3, 32), "shared_mlp.w_up": (3, 32)}
+    assert found == {"mlp.w_up": (2, 8), "dense_mlp.w_up": (2, 32), "shared_mlp.w_up": (2, 32)}
     assert model.blocks.dense_mlp.w_up.shape[2] == 20
     model = drawn_transformer(**{**VARIANT, "experts.interval": 1})
-    assert model.config.has_experts == (False, *[True] * 5)
-    balance = model.hidden_and_balance(jnp.zeros((1, 4), jnp.int32))[1]
+    assert model.config.has_experts == (False, *[True] * 3)
+    balance = eqx.filter_jit(type(model).hidden_and_balance)(model, jnp.zeros((1, 4), jnp.int32))[1]
     assert float(balance.load[0]) >= 4  # the mean of the layers with experts, 1 per token if even
 
 
@@ -254,7 +240,6 @@ EXPERT_MESHES = [
     ("fsdp=2,expert=4", {}),
     ("fsdp=2,expert=2,tensor=2", {"experts": "expert"}),  # and each expert over the tensor axis
     ("data=2,expert=2,context=2", {}),
-    ("expert=2,context=2,tensor=2", {}),
     ("expert=2,tensor=4", {"experts": ("tensor", "expert")}),
 ]
 
@@ -287,8 +272,6 @@ def test_an_expert_axis_gives_one_devices_gradients(
     [
         ("data=2,expert=4", 0, True),
         ("data=2,expert=4", 4, False),  # one of the two exchanges has too many for a device
-        pytest.param("expert=8", 8, False, marks=pytest.mark.slow),
-        pytest.param("expert=4,tensor=2", 0, True, marks=pytest.mark.slow),
         pytest.param("expert=4,tensor=2", 8, False, marks=pytest.mark.slow),
     ],
 )
@@ -364,7 +347,7 @@ def test_the_documented_exchange_gives_its_documentations_example():
     placed = jax.device_put(
         (operand, begins, sent, places, got), jax.sharding.NamedSharding(mesh, spec)
     )
-    found = np.asarray(run(*placed)).reshape(2, 4)
+    found = np.asarray(jax.jit(run)(*placed)).reshape(2, 4)
     assert found.tolist() == [[1, 3, 0, 0], [2, 2, 4, 0]]
 
 
@@ -373,7 +356,6 @@ def test_the_documented_exchange_gives_its_documentations_example():
     [
         ("fsdp=2,expert=2,tensor=2", 0),
         pytest.param("expert=8", 8, marks=pytest.mark.slow),
-        pytest.param("fsdp=2,expert=4", 0, marks=pytest.mark.slow),
     ],
 )
 def test_rows_of_the_exchange_of_accelerators_match_one_device(
@@ -408,14 +390,6 @@ def test_rows_are_exchanged_where_the_compiler_can(kind: str, calls: int, monkey
                 jax.eval_shape(lambda x: layer(dispatch="all_to_all")(x, all_BT)[0], x_BTE)
 
 
-def test_each_device_holds_its_experts():
-    mesh = zoo.make_mesh("tensor=8")
-    model = drawn_transformer(**OPTIONS)
-    placed = jax.device_put(model, sharding.shardings(model, mesh))
-    w = placed.blocks.mlp.w_gate
-    assert {shard.data.shape for shard in w.addressable_shards} == {(2, 1, 32, 12)}
-
-
 def test_balancing_loss_evens_out_load():
     """From a router that likes few experts best of all."""
     model = drawn_transformer(**OPTIONS, num_layers=1)
@@ -442,25 +416,27 @@ def with_prompts(batch: Batch) -> Batch:
 
 @pytest.mark.slow
 def test_balance_is_the_mean_over_the_positions_that_count(monkeypatch: pytest.MonkeyPatch):
-    model, routes = drawn_transformer(**OPTIONS), []
+    model, routes = drawn_transformer(**OPTIONS, scan_layers=False), []
     batch, real = with_prompts(token_batch(8, 16)), moe.route
     monkeypatch.setattr(moe, "route", lambda *given: routes.append(real(*given)) or routes[-1])
-    with jax.disable_jit():
-        loss = losses.balanced_next_token(0.5, 0.25)
-        total, weight, metrics = loss(model, jax.tree.map(jnp.asarray, batch), None)
+    loss, given = losses.balanced_next_token(0.5, 0.25), jax.tree.map(jnp.asarray, batch)
+
+    @eqx.filter_jit
+    def run(model: Any) -> Any:
+        return loss(model, given, None), [*routes], losses.next_token(model, given, None)[0]
+
+    (total, weight, metrics), routes, plain = run(model)
     monkeypatch.undo()
-    plain, _, _ = losses.next_token(model, jax.tree.map(jnp.asarray, batch), None)
     w, expected = batch["weights"].astype(np.float64), []
     assert (w == 0).mean() > 0.7
-    for route in routes:
+    for route in routes[:2]:
         for row, share in enumerate(w):
             if not share.any():
                 continue
             chosen, p = np.asarray(route.chosen[row]), np.asarray(route.probabilities[row])
             taken = np.stack([(chosen == expert).sum(-1) for expert in range(EXPERTS)], -1)
             f, p = (share @ taken / CHOICES / share.sum(), share @ p / share.sum())
-            expected.append(share.sum() * EXPERTS * (f * p).sum() / len(routes))
-    assert len(routes) == 2
+            expected.append(share.sum() * EXPERTS * (f * p).sum() / 2)
     assert float(metrics["balance"]) == pytest.approx(sum(expected), rel=1e-4)
     assert 1 < sum(expected) / w.sum() < 2.5
     terms = 0.5 * metrics["balance"] + 0.25 * metrics["router_z"]
@@ -474,14 +450,11 @@ def test_balance_is_the_mean_over_the_positions_that_count(monkeypatch: pytest.M
 @pytest.mark.slow
 def test_balance_depends_on_neither_mesh_microbatches_nor_padding():
     batch = with_prompts(token_batch(8, 16))
-    longer = pad_tokens(batch)
-    rows = {name: np.pad(x, ((0, 8), (0, 0))) for name, x in batch.items()}
+    padded = {name: np.pad(x, ((0, 8), (0, 0))) for name, x in pad_tokens(batch).items()}
     found = []
     for given, spec, accumulate in [
         (batch, "", 1),
-        (longer, "", 1),
-        (rows, "", 1),
-        (batch, "", 4),
+        (padded, "", 1),
         (batch, "data=2,fsdp=2", 2),
     ]:
         mesh, optimizer = zoo.make_mesh(spec), optax.sgd(0.0)
@@ -491,15 +464,8 @@ def test_balance_depends_on_neither_mesh_microbatches_nor_padding():
         loss = losses.balanced_next_token(0.5, 0.25)
         _, metrics = zoo.make_train_step(loss, optimizer, **options)(state, given)
         found.append([float(metrics[x]) for x in ("balance", "router_z", "loss", "grad_norm")])
-    np.testing.assert_allclose(found[1:], [found[0]] * 4, rtol=2e-4)
+    np.testing.assert_allclose(found[1:], [found[0]] * 2, rtol=2e-4)
     assert found[0][0] > 1
-
-
-def test_balance_without_experts_is_refused():
-    batch, model = jax.tree.map(jnp.asarray, token_batch(2, 8)), drawn_transformer()
-    loss = losses.balanced_next_token(0.1)
-    with pytest.raises(ValueError, match=r"set experts\.num_experts"):
-        loss(model, batch, None)
 
 
 def test_optimizers_see_experts_as_matrices():
@@ -572,8 +538,9 @@ def test_sigmoid_routers_and_shared_experts_match_transformers():
     def layer(made: tuple[moe.MoE, Any], x: jax.Array) -> jax.Array:
         return made[0](x, counted)[0] + made[1](x)
 
-    y, backward = eqx.filter_vjp(layer, (routed, shared), x)
-    (d_routed, d_shared), d_x = backward(jnp.asarray(GOLDEN["d_y"]))
+    y, (d_routed, d_shared), d_x = value_and_gradients(
+        layer, jnp.asarray(GOLDEN["d_y"]), (routed, shared), x
+    )
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
     close(y, GOLDEN["y"])
     close(d_x, GOLDEN["d_x"])
@@ -599,17 +566,17 @@ def test_a_bias_chooses_the_experts_that_transformers_does():
 def test_router_z_loss_matches_independent_numpy_formula():
     made, rng = layer(), np.random.default_rng(0)
     x, counted = rng.normal(size=(2, 5, 16)).astype(np.float32), np.arange(5)[None] < [[5], [2]]
-    _, balance = made(jnp.asarray(x), jnp.asarray(counted, jnp.float32))
+    _, balance = eqx.filter_jit(made)(jnp.asarray(x), jnp.asarray(counted, jnp.float32))
     z = np.log(np.exp(x @ np.asarray(made.router)).sum(-1)) ** 2
     np.testing.assert_allclose(balance.z, (z * counted).sum(1), rtol=1e-4)
     model, batch = drawn_transformer(**OPTIONS), jax.tree.map(jnp.asarray, token_batch(4, 8))
-    (without, *_), (total, _, metrics) = (
-        losses.balanced_next_token(0.1, each)(model, batch, None) for each in (0.0, 0.5)
-    )
+    both = lambda m: [losses.balanced_next_token(0.1, x)(m, batch, None) for x in (0.0, 0.5)]
+    (without, *_), (total, _, metrics) = eqx.filter_jit(both)(model)
     assert float(total - without) == pytest.approx(0.5 * float(metrics["router_z"]), rel=1e-3)
     assert metrics["router_z"] > 1
 
 
+@functools.cache
 def biases_after(spec: str, accumulate: int) -> list[np.ndarray]:
     """The biases after each of two steps, and the gradient's norm in the last."""
     mesh, optimizer = zoo.make_mesh(spec), optax.sgd(0.0)
@@ -626,32 +593,36 @@ def biases_after(spec: str, accumulate: int) -> list[np.ndarray]:
 @pytest.mark.slow
 def test_a_step_moves_biases_against_the_load():
     first, second, _ = biases_after("", 1)
-    model = make_transformer(**BIASED)(jax.random.split(jax.random.key(0))[0])
+    make = eqx.filter_jit(make_transformer(**BIASED, scan_layers=False))
+    model = make(jax.random.split(jax.random.key(0))[0])
     batch = jax.tree.map(jnp.asarray, token_batch(8, 16))
-    counts = []
+    counts: list[Any] = []
 
     def counted(logits: Any, bias: Any, *rest: Any) -> Any:
         found = routing_route(logits, bias, *rest)
         taken = jax.nn.one_hot(found.chosen, EXPERTS).sum(2)
         taken = jnp.where(batch["segment_ids"][..., None] > 0, taken, 0.0)
-        counts.append(np.asarray(taken.sum((0, 1))))
+        counts.append(taken.sum((0, 1)))
         return found
 
-    routing_route = moe.route
-    with pytest.MonkeyPatch.context() as patch, jax.disable_jit():
-        patch.setattr(moe, "route", counted)
+    @eqx.filter_jit
+    def run(model: Any) -> list[Any]:
         model.hidden(batch["tokens"], **{x: batch[x] for x in ("segment_ids", "positions")})
-    load = np.stack(counts)
+        return counts
+
+    routing_route = moe.route
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moe, "route", counted)
+        load = np.stack(run(model))
     np.testing.assert_array_equal(first, -0.5 * np.sign(load - load.mean(-1, keepdims=True)))
     assert (first != 0).any()
     assert (first != second).any()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("spec", "accumulate"), [(CUBE, 1), ("expert=2,tensor=2", 4)])
-def test_biases_depend_on_neither_mesh_nor_microbatches(spec: str, accumulate: int):
+def test_biases_depend_on_neither_mesh_nor_microbatches():
     *one, norm = biases_after("", 1)
-    *other, other_norm = biases_after(spec, accumulate)
+    *other, other_norm = biases_after("expert=2,tensor=2", 4)
     np.testing.assert_array_equal(other, one)
     np.testing.assert_allclose(other_norm, norm, rtol=1e-4)
 
@@ -676,27 +647,6 @@ def test_a_merged_model_keeps_biases_and_states_as_they_were():
         lambda x: x.embedding.weight, model, replace_fn=lambda x: x.astype(jnp.float32)
     )
     assert {str(x.dtype) for x in jax.tree.leaves(merge(run, trained))} == {"float32"}
-
-
-def test_biases_resume_bit_for_bit(tmp_path: Any):
-    optimizer = optax.sgd(0.1)
-    state = zoo.init_state(make_transformer(**BIASED), optimizer, key=jax.random.key(0))
-    step = zoo.make_train_step(losses.balanced_next_token(0.0), optimizer, precision="fp32")
-    batches = [token_batch(8, 16, seed=k) for k in range(4)]
-    state, _ = step(state, batches[0])
-    checkpointer = Checkpointer(tmp_path)
-    checkpointer.save(1, state, {})
-    checkpointer.wait()
-    resumed, number, _ = checkpointer.restore(jax.tree.map(jnp.zeros_like, state))
-    checkpointer.close()
-    biases = np.asarray(resumed.model.blocks.mlp.bias.value)
-    assert (number, biases.any()) == (1, True)
-    for batch in batches[1:]:
-        state, metrics = step(state, batch)
-        resumed, again = step(resumed, batch)
-        assert_trees_close(again, metrics, rtol=0)
-    assert_trees_close(resumed.model, state.model, rtol=0)
-    assert (np.asarray(state.model.blocks.mlp.bias.value) != biases).any()
 
 
 def test_biases_are_stored_but_not_trained(tmp_path: Any):
@@ -747,47 +697,41 @@ def test_biases_are_in_fp32_whatever_a_model_is_loaded_saved_or_computed_in(tmp_
     assert {x.blocks.mlp.w_up.dtype for x in others[:3]} == {jnp.dtype(jnp.bfloat16)}
 
 
-@pytest.mark.parametrize("gate", [False, True])
-def test_shared_experts_are_an_mlp_for_every_token(gate: bool):
-    shared = {"experts.num_shared": 2, "experts.shared_gate": gate}
+def test_shared_experts_are_an_mlp_for_every_token():
+    """Times a gate; without one the golden layer has them."""
+    shared = {"experts.num_shared": 2, "experts.shared_gate": True}
     model = drawn_transformer(num_layers=1, **OPTIONS, **shared)
     block = jax.tree.map(lambda x: x[0], eqx.filter(model.blocks, eqx.is_array))
     block = eqx.combine(block, eqx.filter(model.blocks, eqx.is_array, inverse=True))
     assert block.shared_mlp.w_up.shape == (32, 24)
     x = jax.random.normal(jax.random.key(0), (2, 5, 32))
     block = eqx.tree_at(lambda block: block.attention.wo, block, replace_fn=jnp.zeros_like)
-    with_, _ = block(x, None, None, None, None)
-    alone = eqx.tree_at(lambda block: block.shared_mlp, block, None)
-    without, _ = alone(x, None, None, None, None)
+    call = eqx.filter_jit(lambda block: block(x, None, None, None, None)[0])
+    with_, without = map(call, (block, eqx.tree_at(lambda block: block.shared_mlp, block, None)))
     normed = block.mlp_norm(x)
-    want = np.asarray(block.shared_mlp(normed))
-    if gate:
-        want = want / (1 + np.exp(-np.asarray(normed) @ np.asarray(block.shared_gate)))
+    gate = 1 / (1 + np.exp(-np.asarray(normed) @ np.asarray(block.shared_gate)))
+    want = np.asarray(block.shared_mlp(normed)) * gate
     np.testing.assert_allclose(with_ - without, want, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "num_experts"),
-    [
-        *[("buffer", 0.5, 8), ("num_shared", -1, 8), ("bias_rate", 0.0, 8), ("per_token", 9, 8)],
-        *[("num_shared", 1, None), ("bias_rate", 0.1, None), ("scale", 2.0, None)],
-        *[("router", "sigmoid", None), ("shared_gate", True, 8), ("first_dense", 2, 8)],
-        *[("num_groups", 3, 8), ("num_groups", 2, None), ("interval", 2, None), ("interval", 3, 8)],
-    ],
-)
-def test_bad_settings_of_experts_are_refused(name: str, value: Any, num_experts: int | None):
-    with pytest.raises(ValueError, match=rf"experts\.{name}={value!r}"):
-        small_config(**{"experts.num_experts": num_experts, f"experts.{name}": value})
+BAD = [
+    *[("buffer", 0.5, 8), ("num_shared", -1, 8), ("bias_rate", 0.0, 8), ("per_token", 9, 8)],
+    *[("num_shared", 1, None), ("bias_rate", 0.1, None), ("scale", 2.0, None)],
+    *[("router", "sigmoid", None), ("shared_gate", True, 8), ("first_dense", 2, 8)],
+    *[("num_groups", 3, 8), ("num_groups", 2, None), ("interval", 2, None), ("interval", 3, 8)],
+]
 
 
-@pytest.mark.parametrize(
-    "changes", [{"groups_per_token": 5}, {"groups_per_token": 1}, {"group_score": 3}], ids=str
-)
-def test_groups_without_enough_experts_are_refused(changes: dict):
-    (name, value), *_ = changes.items()
-    options = {**OPTIONS, **IN_GROUPS, f"experts.{name}": value}
-    with pytest.raises(ValueError, match=rf"experts\.{name}={value}"):
-        small_config(**options)
+def test_bad_settings_of_experts_are_refused():
+    for name, value, num_experts in BAD:
+        with pytest.raises(ValueError, match=rf"experts\.{name}={value!r}"):
+            small_config(**{"experts.num_experts": num_experts, f"experts.{name}": value})
+    for name, value in (("groups_per_token", 5), ("groups_per_token", 1), ("group_score", 3)):
+        with pytest.raises(ValueError, match=rf"experts\.{name}={value}"):
+            small_config(**{**OPTIONS, **IN_GROUPS, f"experts.{name}": value})
+    batch = jax.tree.map(jnp.asarray, token_batch(2, 8))
+    with pytest.raises(ValueError, match=r"set experts\.num_experts"):
+        losses.balanced_next_token(0.1)(drawn_transformer(), batch, None)
 
 
 def test_experts_that_the_axis_does_not_divide_are_refused():

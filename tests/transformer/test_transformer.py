@@ -68,15 +68,14 @@ def numpy_forward(model: Any, tokens: np.ndarray) -> np.ndarray:
 
 
 MULTIPLIERS = {"residual.embedding_multiplier": 12.0, "residual.multiplier": 0.25}
+MULTIPLIERS["logit_multiplier"] = 0.125
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {},
-        {"positions.rotary_fraction": 2 / 3},
-        {"attention.output_gate": True},
-        {**MULTIPLIERS, "logit_multiplier": 0.125},
+        {"positions.rotary_fraction": 2 / 3, "attention.output_gate": True, **MULTIPLIERS},
     ],
 )
 def test_logits_match_independent_numpy_forward(changes: dict):
@@ -120,14 +119,11 @@ SAME = SEGMENTS[T] == SEGMENTS[S]
     ("options", "packed", "seen"),
     [
         ({}, False, S <= T),
-        ({"positions.kind": "learned", "scan_layers": False}, False, S <= T),
         ({"causal": False}, False, S >= 0),
-        ({"num_layers": 1, "attention.window": 4}, False, (S <= T) & (T - S < 4)),
         # Each layer sees three positions further.
         ({"num_layers": 2, "attention.window": 4}, False, (S <= T) & (T - S < 7)),
         ({"num_layers": 1, "attention.window": 4, "causal": False}, False, abs(T - S) < 4),
-        # One layer with a window, one without; and three with and one without.
-        ({"attention.window": 2, "attention.window_pattern": ("local", "global")}, False, S <= T),
+        # The first three layers have a window.
         ({"num_layers": 3, "attention.window": 2, **LOCAL_BUT_LAST}, False, (S <= T) & (T - S < 4)),
         ({}, True, (S <= T) & SAME),
         ({"causal": False}, True, SAME),
@@ -167,55 +163,33 @@ def test_given_positions_are_used(positions: Any):
 
 # Options
 
+LOCAL = {"attention.window": 5, "attention.window_pattern": ("local", "global"), "num_layers": 3}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "default": {},
     "grouped": {
-        "attention.num_kv_heads": 2,
-        "attention.head_dim": 6,
-        "tie_embeddings": True,
-        "attention.qk_norm": "per_head",
+        **{"attention.num_kv_heads": 2, "attention.head_dim": 6, "tie_embeddings": True},
+        **{"attention.qk_norm": "per_head"},
     },
     "biased": {
-        "bias": True,
-        "residual.norm": "layer",
-        "mlp": "gelu",
-        "attention.window": 5,
+        **{"bias": True, "residual.norm": "layer", "mlp": "gelu", "attention.window": 5},
         "scan_layers": False,
     },
     "learned": {
-        "positions.kind": "learned",
-        "max_seq_len": 12,
-        "mlp": "geglu",
-        "residual.norm": "layer",
-    },
-    "capped": {
-        "attention.soft_cap": 5.0,
-        "logit_soft_cap": 3.0,
-        "d_ff": None,
+        **{"positions.kind": "learned", "max_seq_len": 12, "mlp": "geglu"},
+        **{"attention.soft_cap": 5.0, "logit_soft_cap": 3.0, "d_ff": None},
         "attention.head_dim": None,
     },
     "encoder": {
-        "causal": False,
-        "bias": True,
-        "attention.kernel": "xla",
+        **{"causal": False, "bias": True, "attention.kernel": "xla"},
         "residual.norm_placement": "stream",
     },
     "both norms": {
-        "residual.norm_placement": "both",
-        "residual.norm": "rms_offset",
-        "residual.scale_embedding": True,
-        "attention.scale": 0.3,
-        "attention.window": 5,
-        "attention.window_pattern": ("local", "global"),
-        "num_layers": 3,
-        "positions.local_theta": 100.0,
-        "positions.scaling": RopeScaling(8.0),
+        **{"residual.norm_placement": "both", "residual.norm": "rms_offset", **LOCAL},
+        **{"residual.scale_embedding": True, "attention.scale": 0.3},
+        **{"positions.local_theta": 100.0, "positions.scaling": RopeScaling(8.0)},
     },
     "post norms": {
-        "residual.norm_placement": "post",
-        "attention.qk_norm": "across_heads",
-        "attention.qkv_bias": True,
-        "mlp": "gelu_erf",
+        **{"residual.norm_placement": "post", "attention.qk_norm": "across_heads"},
+        **{"attention.qkv_bias": True, "mlp": "gelu_erf"},
         "positions.scaling": RopeScaling(8.0, 1.0, 4.0, 16),
     },
     "long rows": {
@@ -223,38 +197,22 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "positions.scaling": RopeScaling(
             short_factors=(1.0, 2.0), long_factors=(3.0, 9.0), original_max_seq_len=8
         ),
+        "mlp": "xielu",
     },
     "no positions, parallel": {
-        "num_layers": 3,
-        "attention.window": 5,
-        "attention.window_pattern": ("local", "global"),
-        "attention.clip": 2.0,
-        "positions.pattern": ("rotary", "none"),
-        "residual.norm": "layer_offset",
-        "residual.norm_bias": True,
-        "residual.parallel": "two_norms",
-        "head_bias": True,
-        "mlp": "relu2",
-        "mlp_bias": True,
+        **{**LOCAL, "attention.clip": 2.0, "positions.pattern": ("rotary", "none")},
+        **{"residual.norm": "layer_offset", "residual.norm_bias": True, "head_bias": True},
+        **{"residual.parallel": "two_norms", "mlp": "relu2", "mlp_bias": True},
     },
     "plain norms": {
-        "attention.out_bias": True,
-        "residual.norm": "layer_plain",
+        **{"attention.out_bias": True, "residual.norm": "layer_plain"},
         "residual.parallel": "one_norm",
     },
     "experts": {"experts.num_experts": 4, "experts.per_token": 2, "d_ff": 12},
-    "activation": {"mlp": "xielu"},
     "masked encoder": {
-        "causal": False,
-        "mlp": "geglu_erf",
-        "num_layers": 3,
-        "head_bias": True,
-        "tie_embeddings": True,
-        "residual.norm": "layer",
-        "residual.norm_bias": True,
-        "encoder.embedding_norm": True,
-        "encoder.first_norm": False,
-        "encoder.mask_id": 3,
+        **{"causal": False, "mlp": "geglu_erf", "num_layers": 3, "head_bias": True},
+        **{"tie_embeddings": True, "residual.norm": "layer", "residual.norm_bias": True},
+        **{"encoder.embedding_norm": True, "encoder.first_norm": False, "encoder.mask_id": 3},
         "encoder.head": "transformed",
     },
 }
@@ -303,7 +261,7 @@ def test_flops_count_weights_and_attention(name: str):
 
 
 def test_initial_loss_is_log_vocabulary():
-    model = make_transformer()(KEY)
+    model = eqx.filter_jit(make_transformer())(KEY)
     batch = jax.tree.map(jnp.asarray, token_batch())
     total, weight, _ = eqx.filter_jit(losses.next_token)(model, batch, None)
     # The logits have a variance of one, which costs half a nat.
@@ -317,7 +275,7 @@ def test_omitted_sizes_have_defaults():
 
 
 def test_layers_are_initialised_independently():
-    for path, x in arrays(make_transformer()(KEY).blocks).items():
+    for path, x in arrays(eqx.filter_jit(make_transformer())(KEY).blocks).items():
         if "norm" not in path:
             assert (x[0] != x[1]).mean() > 0.99, path
 
@@ -350,9 +308,8 @@ def test_call_options_are_checked():
         call(tokens, mask=tokens[:, :3] > 0)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_invalid_configurations_name_the_field():
+    for options, message in (
         ({"vocab_size": 0}, "vocab_size=0"),
         ({"num_heads": 5, "attention.head_dim": None}, "num_heads=5 does not divide d_model=32"),
         ({"attention.num_kv_heads": 3}, "num_kv_heads=3 does not divide num_heads=8"),
@@ -373,12 +330,9 @@ def test_call_options_are_checked():
         ),
         ({"attention.window_pattern": ()}, r"attention.window_pattern=\(\)"),
         ({"experts.num_experts": 2, "mlp": "gelu"}, "experts.num_experts=2: experts"),
-    ],
-    ids=str,
-)
-def test_invalid_configurations_name_the_field(options: dict, message: str):
-    with pytest.raises(ValueError, match=message):
-        small_config(**options)
+    ):
+        with pytest.raises(ValueError, match=message):
+            small_config(**options)
 
 
 def test_invalid_rope_scaling_names_the_field():

@@ -24,10 +24,8 @@ SIZES: dict[str, Any] = {
     "layer_scale": 0.5,
 }
 KINDS: dict[str, dict[str, Any]] = {
-    "mean": {"class_token": False, "pooling": "mean"},
-    "registers": {"num_registers": 3, "positions": "rotary", "key_bias": False},
+    "registers": {"num_registers": 3, "pooler": True, "positions": "rotary", "key_bias": False},
     "attention": {"class_token": False, "pooling": "attention", "positions": "sincos"},
-    "pooler": {"num_registers": 3, "pooler": True},
 }
 
 
@@ -56,18 +54,14 @@ def gradients(kind: str, mesh: str) -> dict[str, np.ndarray]:
     return {path: before[path] - after[path] for path in before}
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["registers", *(pytest.param(x, marks=pytest.mark.slow) for x in KINDS if x != "registers")],
-)
+@pytest.mark.parametrize("kind", ["registers", pytest.param("attention", marks=pytest.mark.slow)])
 def test_gradients_on_meshes_are_those_of_one_device(kind: str):
     want = gradients(kind, "")
     # A bias on keys makes no difference to a softmax over them.
     assert all(np.abs(x).max() > 0 for path, x in want.items() if not path.endswith("bk"))
-    for mesh in ("data=2,fsdp=2,tensor=2", "fsdp=2,context=4"):
-        got = gradients(kind, mesh)
-        for path, x in want.items():
-            np.testing.assert_allclose(got[path], x, atol=1e-5, err_msg=f"{mesh}: {path}")
+    got = gradients(kind, "fsdp=2,context=2,tensor=2")
+    for path, x in want.items():
+        np.testing.assert_allclose(got[path], x, atol=1e-5, err_msg=path)
 
 
 def test_heads_that_a_mesh_does_not_divide_are_refused():
@@ -77,30 +71,21 @@ def test_heads_that_a_mesh_does_not_divide_are_refused():
         zoo.init_state(init, optax.sgd(1.0), key=jax.random.key(0), mesh=zoo.make_mesh("tensor=2"))
 
 
-@pytest.mark.parametrize(
-    ("shape", "message"),
-    [
+def test_images_and_configurations_that_do_not_fit_are_refused():
+    for shape, message in (
         ((1, 18, 16, 3), "images of 18 x 16 pixels: patch_size=4 does not divide"),
         ((1, 16, 16, 1), "images have 1 channels, and the model channels=3"),
-    ],
-)
-def test_images_that_do_not_fit_are_refused(shape: tuple, message: str):
-    with pytest.raises(ValueError, match=message):
-        make()(jnp.zeros(shape))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()(jnp.zeros(shape))
+    for changes, message in (
         ({"patch_size": 5}, "patch_size=5 does not divide image_size=16"),
         ({"class_token": False}, "pooling='first': is the class token's"),
         ({"positions": "rotary", "num_heads": 16}, "a head has 2 features"),
         ({"num_classes": -1}, "num_classes=-1: must be 0 at least"),
-    ],
-)
-def test_configurations_that_do_not_fit_are_refused(changes: dict, message: str):
-    with pytest.raises(ValueError, match=message):
-        transformer.VisionConfig(**{**SIZES, **changes})
+    ):
+        with pytest.raises(ValueError, match=message):
+            transformer.VisionConfig(**{**SIZES, **changes})
 
 
 def test_positions_are_interpolated_without_a_change_of_the_mean():
@@ -108,7 +93,7 @@ def test_positions_are_interpolated_without_a_change_of_the_mean():
     assert matrix.shape == (9, 5)
     np.testing.assert_allclose(matrix.sum(1), 1, atol=1e-6)
     np.testing.assert_allclose(bicubic(5, 5), np.eye(5), atol=1e-6)
-    assert make()(jnp.asarray(pixels(1, 8, 20))).shape == (1, 8)
+    assert jax.eval_shape(make(), jnp.asarray(pixels(1, 8, 20))).shape == (1, 8)
 
 
 def test_sines_tell_rows_and_columns_apart():
@@ -139,4 +124,4 @@ def test_a_model_survives_save_and_load(tmp_path):
     assert again.config == model.config
     assert eqx.tree_equal(again, model)
     body = model.without_head()
-    assert body(jnp.asarray(pixels(2))).shape == (2, 16, 32)
+    assert jax.eval_shape(body, jnp.asarray(pixels(2))).shape == (2, 16, 32)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import VOCAB, arrays, drawn_transformer, make_bert
+from helpers import VOCAB, arrays, drawn_model, drawn_rnn, drawn_transformer, make_bert
 
 import zoo
 from zoo import losses, mlp, rnn
@@ -14,14 +14,12 @@ from zoo.wrappers.classifier import Classifier, TokenClassifier
 
 KEY = jax.random.key(0)
 BODIES = {
-    "decoder": lambda: drawn_transformer(),
-    "encoder": lambda: drawn_transformer(causal=False),
-    "bert": lambda: make_bert(VOCAB, d_model=32, max_seq_len=32)(KEY),
-    "rnn": lambda: rnn.RNN(rnn.Config(VOCAB, hidden_size=32, num_layers=1), key=KEY),
-    "two-way rnn": lambda: rnn.RNN(
-        rnn.Config(VOCAB, hidden_size=16, num_layers=1, bidirectional=True), key=KEY
-    ),
+    "decoder": lambda: drawn_transformer(num_layers=1),
+    "bert": lambda: drawn_model(make_bert(VOCAB, d_model=32, max_seq_len=32)),
+    "rnn": lambda: drawn_rnn("lstm", num_layers=1),
+    "two-way rnn": lambda: drawn_rnn("lstm", num_layers=1, bidirectional=True),
 }
+forward = eqx.filter_jit(lambda model, *inputs, **options: model(*inputs, **options))
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(1, VOCAB, (2, 8)), jnp.int32)
 MASK = jnp.asarray([[True] * 5 + [False] * 3, [True] * 8])
 
@@ -30,33 +28,33 @@ MASK = jnp.asarray([[True] * 5 + [False] * 3, [True] * 8])
 def test_head_pools_positions_without_padding(name):
     model = Classifier(BODIES[name](), 3, key=KEY)
     assert model.pooling == ("last" if name in ("decoder", "rnn") else "mean")
-    hidden = np.asarray(model.body.hidden(TOKENS, mask=MASK))
+    hidden = np.asarray(forward(model.body.hidden, TOKENS, mask=MASK))
     pooled = {
         "mean": [hidden[0, :5].mean(0), hidden[1].mean(0)],
         "last": [hidden[0, 4], hidden[1, 7]],
     }[model.pooling]
     expected = np.stack(pooled) @ np.asarray(model.head.weight) + np.asarray(model.head.bias)
-    found = model(TOKENS, mask=MASK)
+    found = forward(model, TOKENS, mask=MASK)
     np.testing.assert_allclose(found, expected, atol=1e-5)
     # What stands in padding makes no difference, nor do fewer columns of it.
     other = jnp.where(MASK, TOKENS, 1)
-    np.testing.assert_allclose(model(other, mask=MASK), found, atol=1e-5)
-    np.testing.assert_allclose(model(TOKENS[:1, :5]), found[:1], atol=1e-5)
+    np.testing.assert_allclose(forward(model, other, mask=MASK), found, atol=1e-5)
+    np.testing.assert_allclose(forward(model, TOKENS[:1, :5]), found[:1], atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["encoder", "rnn"])
+@pytest.mark.parametrize("name", ["bert", "rnn"])
 def test_each_token_has_logits_that_survive_save_and_load(name, tmp_path):
     model = TokenClassifier(BODIES[name](), 3, key=KEY)
-    hidden = np.asarray(model.body.hidden(TOKENS, mask=MASK))
+    hidden = np.asarray(forward(model.body.hidden, TOKENS, mask=MASK))
     expected = hidden @ np.asarray(model.head.weight) + np.asarray(model.head.bias)
-    found = model(TOKENS, mask=MASK)
+    found = forward(model, TOKENS, mask=MASK)
     assert found.shape == (2, 8, 3)
     np.testing.assert_allclose(found, expected, atol=1e-5)
-    np.testing.assert_allclose(model(TOKENS[:1, :5]), found[:1, :5], atol=1e-5)
+    np.testing.assert_allclose(forward(model, TOKENS[:1, :5]), found[:1, :5], atol=1e-5)
     zoo.save(tmp_path / "model", model)
     loaded = zoo.load(tmp_path / "model")
     assert type(loaded) is zoo.TokenClassifier
-    np.testing.assert_array_equal(loaded(TOKENS, mask=MASK), found)
+    np.testing.assert_array_equal(forward(loaded, TOKENS, mask=MASK), found)
 
 
 @pytest.mark.parametrize("name", BODIES)
@@ -80,12 +78,11 @@ def test_classifier_survives_save_and_load(name, tmp_path):
     assert getattr(loaded.body, "head", None) is getattr(loaded.body, "pooler", None) is None
     assert (loaded.pooling, loaded.num_classes) == ("first", 3)
     assert arrays(loaded).keys() == arrays(model).keys()
-    np.testing.assert_array_equal(loaded(TOKENS), model(TOKENS))
+    np.testing.assert_array_equal(forward(loaded, TOKENS), forward(model, TOKENS))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["decoder", "rnn"])
-def test_training_on_a_mesh_matches_one_device(name):
+def test_training_on_a_mesh_matches_one_device():
     batch = {
         "inputs": np.tile(np.asarray(TOKENS), (4, 1)),
         "mask": np.tile(np.asarray(MASK), (4, 1)),
@@ -94,7 +91,7 @@ def test_training_on_a_mesh_matches_one_device(name):
     }
     found = []
     for mesh in (None, zoo.make_mesh("data=2,fsdp=2,tensor=2")):
-        optimizer, body = optax.adam(1e-2), BODIES[name]()
+        optimizer, body = optax.adam(1e-2), BODIES["decoder"]()
         state = zoo.init_state(
             lambda key, body: Classifier(body, 2, key=key),
             optimizer,

@@ -1,3 +1,5 @@
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -49,9 +51,14 @@ def make_batch(x=POINTS) -> dict[str, np.ndarray]:
     }
 
 
+@functools.cache
+def ensemble_of(make_model):
+    return eqx.filter_jit(lambda key: Ensemble(make_model, NUM_MEMBERS, key=key))(KEY)
+
+
 @pytest.mark.parametrize(("make_model", "x"), MODELS, ids=["mlp", "rnn", "transformer"])
 def test_members_match_separately_built_models(make_model, x):
-    model = eqx.filter_jit(lambda key: Ensemble(make_model, NUM_MEMBERS, key=key))(KEY)
+    model = ensemble_of(make_model)
     call = eqx.filter_jit(lambda model: model(x))
     make_one = eqx.filter_jit(make_model)
     outputs = call(model)
@@ -62,20 +69,17 @@ def test_members_match_separately_built_models(make_model, x):
         np.testing.assert_allclose(outputs[i], call(model[i]), atol=1e-5)
 
 
-# SGD sees the scale of a gradient; the others' clip bites, and is each member's own.
-OPTIMIZERS = {"sgd": optax.sgd(0.1)} | {
-    name: optax.chain(
+# SGD sees the scale of a gradient; the other's clip bites, and is each member's own.
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.1),
+    "muon": optax.chain(
         optax.clip_by_global_norm(0.1),
-        optimizers.make_optimizer(optimizers.Config(name=name, learning_rate=0.02), steps=3),
-    )
-    for name in ("adamw", "adafactor", "muon")
+        optimizers.make_optimizer(optimizers.Config(name="muon", learning_rate=0.02), steps=3),
+    ),
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["sgd", *(pytest.param(n, marks=pytest.mark.slow) for n in ("adamw", "adafactor", "muon"))],
-)
+@pytest.mark.parametrize("name", ["sgd", pytest.param("muon", marks=pytest.mark.slow)])
 def test_members_train_like_separate_models(name):
     optimizer = OPTIMIZERS[name]
 
@@ -113,7 +117,7 @@ def test_members_train_like_separate_models(name):
     ids=["mlp", "rnn", "other rules"],
 )
 def test_sharded_members_give_equal_gradients(make_model, x, mesh, rules):
-    model = Ensemble(make_model, NUM_MEMBERS, key=KEY)
+    model = ensemble_of(make_model)
     layout = sharding.Layout(mesh, {**sharding.RULES, **rules})
     placed = eqx.filter_shard(model, sharding.shardings(eqx.filter(model, eqx.is_array), layout))
     for leaf in jax.tree.leaves(eqx.filter(placed, eqx.is_array)):
@@ -147,13 +151,13 @@ def test_tensor_sharded_members_need_no_gathers():
 
 
 def test_is_matrix_ignores_the_member_axis():
-    names = logical_axes(Ensemble(make_rnn, NUM_MEMBERS, key=KEY)).members
+    names = logical_axes(ensemble_of(make_rnn)).members
     direction = names.layers[0].directions[0]
     assert direction.weight_ih == ("member", "embed", "gates", "hidden")
     assert is_matrix(direction.weight_ih)
     assert not is_matrix(direction.bias)
     assert not is_matrix(names.head.bias)
-    stacked = logical_axes(Ensemble(make_transformer, NUM_MEMBERS, key=KEY)).members
+    stacked = logical_axes(ensemble_of(make_transformer)).members
     assert stacked.blocks.mlp.w_up == ("member", None, "embed", "mlp")
 
 
