@@ -52,6 +52,7 @@ def models():
         yield zoo.Classifier(body, 1, pooling="last", key=jax.random.key(1))
 
 
+@pytest.mark.slow
 def test_scores_are_of_each_whole_answer_alone(batch):
     """By the classifier itself, of each example in a row of its own, with its end."""
     numbers, batch = batch

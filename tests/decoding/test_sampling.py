@@ -314,11 +314,11 @@ def test_penalties_count_the_tokens_of_the_text():
 
 
 @pytest.mark.usefixtures("unchecked_types")
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_invalid_generation_arguments_are_refused(model: Any):
+    for options, message in (
         ({}, "temperature=0.8 samples, and needs a key"),
         ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"temperature": float("nan")}, "temperature=nan: must be a finite"),
         ({"max_new_tokens": -1}, "max_new_tokens=-1"),
         ({"top_k": -1}, "top_k=-1: must be at least 1"),
         ({"top_p": 0.0}, "top_p=0.0: must be above 0"),
@@ -327,20 +327,16 @@ def test_penalties_count_the_tokens_of_the_text():
         ({"prompt": [np.ones(2, np.float32)]}, "prompt holds float32"),
         ({"prompt": [[1], [[2]]]}, "one prompt is a batch of one"),
         ({"prompt": [[1, VOCAB]]}, f"prompt has the id {VOCAB}: .* vocab_size={VOCAB}"),
+        ({"prompt": [[1, 2**32 + 1]]}, f"prompt .*{2**32 + 1}"),
         ({"prompt": [[-1]]}, "prompt has the id -1"),
         ({"stop_tokens": [VOCAB]}, "stop_tokens has the id"),
         ({"min_p": 1.5}, "min_p=1.5: must be"),
         ({"repetition_penalty": 0.0}, "repetition_penalty=0.0: must be positive"),
         ({"logit_bias": {VOCAB: 1.0}}, "logit_bias has the id"),
         ({"logit_bias": {1: float("inf")}}, r"logit_bias\[1\]=inf: must be a finite"),
-        ({"temperature": float("nan")}, "temperature=nan: must be a finite"),
-    ],
-    ids=str,
-)
-def test_invalid_generation_arguments_are_refused(model: Any, options: dict, message: str):
-    options = {"prompt": PROMPT, "max_new_tokens": 2, **options}
-    with pytest.raises(ValueError, match=message):
-        zoo.generate(model, **options)
+    ):
+        with pytest.raises(ValueError, match=message):
+            zoo.generate(model, **{"prompt": PROMPT, "max_new_tokens": 2, **options})
 
 
 def test_options_replace_those_of_a_sampling(model: Any):
@@ -374,27 +370,21 @@ def test_texts_beyond_what_rotary_models_know_are_warned_of_once(caplog: Any):
     assert "max_seq_len=8" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
+def test_models_without_next_token_are_refused():
+    learned = {"max_seq_len": 4, "positions.kind": "learned"}
+    for model, message in (
+        (drawn_transformer(num_layers=1, causal=False), "causal=False: this is an encoder"),
         (
-            lambda: drawn_transformer(num_layers=1, causal=False),
-            "causal=False: this is an encoder",
-        ),
-        (
-            lambda: drawn_transformer(num_layers=1, max_seq_len=4, **{"positions.kind": "learned"}),
+            drawn_transformer(num_layers=1, **learned),
             "a sequence of 5 is longer than max_seq_len=4",
         ),
-        (lambda: drawn_rnn("gru", bidirectional=True), "bidirectional=True"),
-        (lambda: drawn_rnn("gru", pooling="last", out_size=VOCAB), "pooling='last'"),
-        (lambda: drawn_rnn("gru", out_size=3), "out_size=3"),
-        (lambda: mlp.MLP(mlp.Config(in_size=2, out_size=2), key=KEY), "a MLP is no decoder"),
-    ],
-    ids=["encoder", "positions", "bidirectional", "pooled", "classes", "mlp"],
-)
-def test_models_without_next_token_are_refused(model: Callable[[], Any], message: str):
-    with pytest.raises(ValueError, match=message):
-        zoo.generate(model(), PROMPT, max_new_tokens=2, temperature=0.0)
+        (drawn_rnn("gru", bidirectional=True), "bidirectional=True"),
+        (drawn_rnn("gru", pooling="last", out_size=VOCAB), "pooling='last'"),
+        (drawn_rnn("gru", out_size=3), "out_size=3"),
+        (mlp.MLP(mlp.Config(in_size=2, out_size=2), key=KEY), "a MLP is no decoder"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            zoo.generate(model, PROMPT, max_new_tokens=2, temperature=0.0)
 
 
 class Twice(Transformer):

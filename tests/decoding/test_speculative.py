@@ -53,7 +53,7 @@ def test_tokens_read_at_once_equal_those_read_one_by_one(name: str):
     decoder = decoder_of(model_of(name))
     tokens = jnp.asarray([[1, 2, 3, 4, 5, 6], [0, 0, 2, 2, 1, 3]], jnp.int32)
     mask = jnp.asarray([[True] * 6, [False] * 2 + [True] * 4])
-    new = jnp.asarray([[3, 1, 4, 1, 5], [6, 0, 2, 2, 2]], jnp.int32)
+    new = jnp.asarray([[3, 1, 4], [6, 0, 2]], jnp.int32)
 
     @eqx.filter_jit
     def run(decoder: Any) -> tuple[Any, ...]:
@@ -61,11 +61,11 @@ def test_tokens_read_at_once_equal_those_read_one_by_one(name: str):
         decoder = decoder.for_decoding()
         logits, pending = extend(decoder, new, cache)
         ones, caches = [], [cache]
-        for place in range(5):
+        for place in range(3):
             one, cache = decoder.decode(new[:, place], caches[-1])
             ones.append(one)
             caches.append(cache)
-        kept = [pending.commit(jnp.int32(count)) for count in range(1, 6)]
+        kept = [pending.commit(jnp.int32(count)) for count in range(1, 4)]
         # What the model reads next, behind those kept of them.
         after = lambda cache: extend(decoder, new[:, ::-1], cache)[0]
         return logits, jnp.stack(ones, 1), [*map(after, kept)], [*map(after, caches[1:])]
