@@ -14,11 +14,13 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+import optax
 import pytest
 from jax.extend import core
 from tokenizers import processors
 
-from zoo import losses, mlp, rnn, transformer
+import zoo
+from zoo import losses, mlp, rnn, sharding, transformer
 from zoo.common import configuration
 from zoo.data.tokenizer import BPETokenizer
 from zoo.nn.attention.context_parallel import on_each_device
@@ -335,6 +337,48 @@ def value_and_gradients(function: Callable[..., Any], cotangent: Any, *arguments
         return (value, *vjp(cotangent))
 
     return run(cotangent, *arguments)
+
+
+def on_mesh(model: Any, mesh: Any, function: Callable[[Any], Any]) -> Any:
+    """What a function of a model gives, compiled, where the model lies on a mesh or a layout."""
+    layout = sharding.layout_of(mesh)
+    with sharding.use(layout):
+        placed = eqx.filter_shard(
+            model, sharding.shardings(eqx.filter(model, eqx.is_array), layout)
+        )
+        return copy(eqx.filter_jit(function)(placed))
+
+
+def loss_and_gradient(
+    model: Any, batch: Batch, mesh: Any = "", loss: Callable[..., Any] = losses.next_token
+) -> tuple[Any, Any]:
+    """The sum of the losses, without dropout, and its gradient."""
+    given = jax.tree.map(jnp.asarray, batch)
+    total = lambda model: loss(model, given, None)[0]
+    mesh = zoo.make_mesh(mesh) if isinstance(mesh, str) else mesh
+    return on_mesh(model, mesh, eqx.filter_value_and_grad(total))
+
+
+def one_step(
+    make_model: Callable[..., Any], loss: Callable[..., Any], batch: Batch, **options: Any
+) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    """The metrics of a step of plain descent in fp32, and the gradients, which it takes away.
+
+    `make_model` and the options are those of `init_state` and `make_train_step`.
+    """
+    own = {name: options[name] for name in ("mesh", "trainable") if name in options}
+    pretrained = {"pretrained": options.pop("pretrained")} if "pretrained" in options else {}
+    descent = optax.sgd(1.0)
+    state = zoo.init_state(make_model, descent, key=jax.random.key(0), **own, **pretrained)
+    before = arrays(copy(eqx.filter(state.model, eqx.is_inexact_array)))
+    step = zoo.make_train_step(loss, descent, **{"precision": "fp32", "clip_norm": None, **options})
+    state, metrics = step(state, batch)
+    after = arrays(copy(state.model))
+    assert not metrics["skipped"]
+    return (
+        {name: float(x) for name, x in metrics.items()},
+        {path: x - after[path] for path, x in before.items()},
+    )
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import drawn_model
+from helpers import drawn_model, on_mesh
 
 from zoo import losses, mlp, sharding
 from zoo.sharding.axes import keystr, logical_axes
@@ -109,18 +109,14 @@ def test_layers_draw_independent_dropout_masks():
     np.testing.assert_allclose(outputs[outputs != 0], 32.0, rtol=1e-5)
 
 
-def gradient(residual: bool, spec: str) -> tuple:
-    """Of a model that lies on the mesh, with the shardings that the annotations give it."""
-    mesh = sharding.make_mesh(spec)
-    model = make(num_layers=4, residual=residual, norm="layer", dropout=0.2)
-    model = eqx.filter_shard(model, sharding.shardings(eqx.filter(model, eqx.is_array), mesh))
-    with sharding.use(mesh):
-        loss = lambda model: loss_fn(model, make_batch(), KEY)[0]
-        return eqx.filter_jit(eqx.filter_value_and_grad(loss))(model)
+def gradient(mesh: str) -> tuple:
+    model = make(num_layers=4, residual=True, norm="layer", dropout=0.2)
+    loss = lambda model: loss_fn(model, make_batch(), KEY)[0]
+    return on_mesh(model, sharding.make_mesh(mesh), eqx.filter_value_and_grad(loss))
 
 
 def test_mesh_gives_equal_gradients():
-    found, wanted = (gradient(True, spec) for spec in ("data=2,fsdp=2,tensor=2", ""))
+    found, wanted = (gradient(spec) for spec in ("data=2,fsdp=2,tensor=2", ""))
     for sharded, plain in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
         np.testing.assert_allclose(sharded, plain, atol=1e-5)
 

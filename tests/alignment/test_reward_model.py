@@ -6,9 +6,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from helpers import drawn_rnn, drawn_transformer
+from helpers import drawn_rnn, drawn_transformer, one_step
 from prepared_parts import corpus_of, rows_in
 from recipe_cases import write_base
 
@@ -102,22 +101,14 @@ def test_other_models_and_batches_are_refused(batch):
 
 @pytest.mark.slow
 def test_a_mesh_learns_the_same(batch):
-    """An update of plain descent, which is the gradient, beside one device's."""
-    make, found = lambda key: next(models()), []
-    before = jax.tree.leaves(eqx.filter(make(KEY), eqx.is_array))
-    for mesh in (None, zoo.make_mesh("data=2,tensor=2")):
-        state = zoo.init_state(make, optax.sgd(1.0), key=KEY, mesh=mesh)
-        loss = preferences.bradley_terry
-        step = zoo.make_train_step(loss, optax.sgd(1.0), mesh=mesh, precision="fp32")
-        state, metrics = step(state, batch[1])
-        after = jax.tree.leaves(eqx.filter(state.model, eqx.is_array))
-        found.append((float(metrics["loss"]), [y - x for x, y in zip(before, after, strict=True)]))
-    (wanted, gradients), (got, others) = found
-    assert got == pytest.approx(wanted, rel=1e-5)
-    largest = max(float(jnp.abs(x).max()) for x in gradients)
+    make, loss = lambda key: next(models()), preferences.bradley_terry
+    wanted, gradients = one_step(make, loss, batch[1])
+    found, others = one_step(make, loss, batch[1], mesh=zoo.make_mesh("data=2,tensor=2"))
+    assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+    largest = max(np.abs(x).max() for x in gradients.values())
     assert largest > 1e-2
-    for x, y in zip(gradients, others, strict=True):
-        np.testing.assert_allclose(x, np.asarray(y), atol=1e-5 * largest)
+    for path, x in gradients.items():
+        np.testing.assert_allclose(x, others[path], atol=1e-5 * largest, err_msg=path)
 
 
 def config_of(folder, run_dir, **fields):

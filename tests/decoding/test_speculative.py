@@ -46,8 +46,7 @@ def near(model: Any, scale: float) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["transformer", "lstm", "mlstm", pytest.param("gated_deltanet", marks=pytest.mark.slow)],
+    "name", ["transformer", "lstm", "mlstm", pytest.param("gated_deltanet", marks=pytest.mark.slow)]
 )
 def test_tokens_read_at_once_equal_those_read_one_by_one(name: str):
     decoder = decoder_of(model_of(name))

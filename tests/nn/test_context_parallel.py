@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import bert_config, covering, flash, value_and_gradients
+from helpers import bert_config, covering, flash, one_step, value_and_gradients
 
 import zoo
 from zoo import mlp, sharding
@@ -27,12 +27,7 @@ from zoo.wrappers import lora
 from zoo.wrappers.classifier import Classifier
 from zoo.wrappers.ensemble import Ensemble, member_loss
 
-MESHES = (
-    "context=8",
-    "fsdp=4,context=2",
-    "fsdp=2,context=2,tensor=2",
-    "data=2,context=4",
-)
+MESHES = ("context=8", "fsdp=4,context=2", "fsdp=2,context=2,tensor=2", "data=2,context=4")
 
 
 def inputs(length: int, heads: tuple[int, int], size: int = 8) -> list[Any]:
@@ -275,17 +270,7 @@ def test_whole_documents_have_no_segments_where_keys_go_around(monkeypatch: Any)
 
 
 def gradients(make_model: Any, batch: dict[str, Any], loss: Any, mesh: str, **options: Any) -> Any:
-    """The loss of a step, and the parameters' change, which is the gradient."""
-    placed = zoo.make_mesh(mesh)
-    optimizer = optax.sgd(1.0)
-    state = zoo.init_state(make_model, optimizer, key=jax.random.key(0), mesh=placed)
-    old = jax.tree.map(np.asarray, eqx.filter(state.model, eqx.is_array))
-    options = {"precision": "fp32", "clip_norm": None, **options}
-    step = zoo.make_train_step(loss, optimizer, mesh=placed, **options)
-    state, metrics = step(state, batch)
-    new = eqx.filter(state.model, eqx.is_array)
-    change = jax.tree.map(lambda new, old: np.asarray(new) - old, new, old)
-    return {name: float(x) for name, x in metrics.items()}, change
+    return one_step(make_model, loss, batch, mesh=zoo.make_mesh(mesh), **options)
 
 
 def assert_same_step(got: Any, wanted: Any, rtol: float = 2e-6) -> None:

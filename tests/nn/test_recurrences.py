@@ -265,11 +265,7 @@ def test_chunks_and_their_gradients_are_those_of_steps(name, seq):
 
 
 @pytest.mark.parametrize(
-    "spec",
-    [
-        "data=2,context=2,tensor=2",
-        pytest.param("context=8", marks=pytest.mark.slow),
-    ],
+    "spec", ["data=2,context=2,tensor=2", pytest.param("context=8", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("name", LAYERS)
 def test_rows_in_parts_are_those_of_one_device(name, spec):

@@ -7,13 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import (
-    assert_trees_close,
-    drawn_transformer,
-    equations,
-    small_config,
-    token_batch,
-)
+from helpers import assert_trees_close, drawn_transformer, equations, small_config, token_batch
 
 from zoo import losses
 from zoo.nn import remat

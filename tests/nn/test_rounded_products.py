@@ -17,6 +17,7 @@ from helpers import (
     drawn_rnn,
     drawn_transformer,
     equations,
+    one_step,
     token_batch,
     value_and_gradients,
 )
@@ -240,21 +241,11 @@ def test_gradients_on_a_mesh_are_those_of_one_device(name: str):
 
 @pytest.mark.slow
 def test_a_step_takes_meshes_and_microbatches():
-    def step(mesh: Any, accumulate: int) -> Any:
-        optimizer = optax.sgd(1.0)
-        make = lambda key: drawn_transformer()
-        state = zoo.init_state(make, optimizer, key=jax.random.key(0), mesh=mesh)
-        train = zoo.make_train_step(
-            losses.next_token, optimizer, mesh=mesh, precision="int8", accumulate=accumulate
-        )
-        state, metrics = train(state, token_batch())
-        params = jax.device_get(eqx.filter(state.model, eqx.is_inexact_array))
-        start = eqx.filter(drawn_transformer(), eqx.is_inexact_array)
-        return metrics["loss"], jax.tree.map(jnp.subtract, params, start)
-
-    loss, update = step(sharding.make_mesh("fsdp=4,tensor=2"), 2)
-    wanted_loss, wanted = step(None, 1)
-    assert float(loss) == pytest.approx(float(wanted_loss), abs=0.01)
+    make, loss = lambda key: drawn_transformer(), losses.next_token
+    mesh = sharding.make_mesh("fsdp=4,tensor=2")
+    found, update = one_step(make, loss, token_batch(), precision="int8", mesh=mesh, accumulate=2)
+    expected, wanted = one_step(make, loss, token_batch(), precision="int8")
+    assert found["loss"] == pytest.approx(expected["loss"], abs=0.01)
     assert distance(update, wanted) < 0.05  # of bf16 activations
 
 

@@ -264,8 +264,7 @@ def first_steps(loss: Any, mesh: str = "", count: int = 1, **options: Any) -> li
 
 
 @pytest.mark.parametrize(
-    ("loss", "mesh"),
-    [(mean_beside_a_weight, "data=8"), (sum_beside_one, ""), (contrastive, "")],
+    ("loss", "mesh"), [(mean_beside_a_weight, "data=8"), (sum_beside_one, ""), (contrastive, "")]
 )
 def test_a_loss_that_is_no_sum_is_warned_of_once(loss: Any, mesh: str):
     [text] = first_steps(loss, mesh, count=3)

@@ -112,9 +112,7 @@ def test_chunked_loss_matches_whole_loss(monkeypatch: pytest.MonkeyPatch):
     assert float(value) == pytest.approx(float(whole[0]), rel=1e-6)
 
 
-def test_zero_weight_nan_is_ignored_in_chunks(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_zero_weight_nan_is_ignored_in_chunks(monkeypatch: pytest.MonkeyPatch):
     readout, x, targets, weights = readout_and_inputs()
     x = jnp.where(weights[..., None] > 0, x, jnp.nan)
 

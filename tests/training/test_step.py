@@ -149,10 +149,7 @@ def test_logits_in_chunks_keep_the_losses(monkeypatch: Any):
 
 @pytest.mark.parametrize(
     ("mesh", "accumulate", "logits_bytes"),
-    [
-        ("", 1, 2**29),
-        pytest.param("fsdp=2,tensor=2", 2, 1, marks=pytest.mark.slow),
-    ],
+    [("", 1, 2**29), pytest.param("fsdp=2,tensor=2", 2, 1, marks=pytest.mark.slow)],
 )
 def test_losses_of_sources_are_those_of_their_rows(mesh, accumulate, logits_bytes, monkeypatch):
     batch, names = token_batch(8), ["code", "docs", "none"]

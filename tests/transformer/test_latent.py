@@ -11,14 +11,14 @@ import pytest
 from helpers import (
     arrays,
     assert_trees_close,
-    copy,
     drawn_transformer,
+    loss_and_gradient,
     small_config,
     token_batch,
 )
 
 import zoo
-from zoo import lora, losses, sharding
+from zoo import lora, sharding
 from zoo.decoding.decoder import decoder_of
 from zoo.transformer.flops import num_flops_per_token
 
@@ -82,12 +82,7 @@ def test_absorbed_products_over_a_small_cache_give_the_same():
 
 def gradients(spec: str) -> Any:
     """Of packed rows, in place on the mesh."""
-    model = drawn_transformer(**LATENT)
-    batch, mesh = jax.tree.map(jnp.asarray, token_batch(8, 16)), zoo.make_mesh(spec)
-    with sharding.use(mesh):
-        loss = lambda m: losses.next_token(m, batch, None)[0]
-        placed = jax.device_put(model, sharding.shardings(model, mesh))
-        return copy(eqx.filter_jit(eqx.filter_value_and_grad(loss))(placed))
+    return loss_and_gradient(drawn_transformer(**LATENT), token_batch(8, 16), spec)
 
 
 @pytest.mark.parametrize(

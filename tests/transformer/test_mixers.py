@@ -16,6 +16,7 @@ from helpers import (
     drawn_rnn,
     drawn_transformer,
     hybrid,
+    loss_and_gradient,
     make_transformer,
     small_config,
     token_batch,
@@ -23,7 +24,7 @@ from helpers import (
 )
 
 import zoo
-from zoo import losses, sharding
+from zoo import losses
 from zoo.common import configuration
 from zoo.nn.products import dequantize, is_quantized
 from zoo.nn.recurrences.chunks import RecurrenceConfig
@@ -41,15 +42,6 @@ KEY = jax.random.key(0)
 GATED = {"attention.output_gate": True, "positions.rotary_fraction": 0.5}
 # Of which the loop runs two rounds, and one layer comes after it.
 THREE_TO_ONE = {"mixer.pattern": ("mlstm", "mlstm", "attention"), "num_layers": 7}
-
-
-def gradients(model: Any, batch: dict[str, Any]) -> tuple:
-    """The loss of a batch, and its gradient."""
-
-    def total(model: Any) -> Any:
-        return losses.next_token(model, batch, None)[0]
-
-    return eqx.filter_jit(eqx.filter_value_and_grad(total))(model)
 
 
 # What layers there are
@@ -236,8 +228,7 @@ def test_the_loop_and_what_it_keeps_change_nothing(num_layers, kept):
     model = drawn_transformer(**hybrid(num_layers=num_layers, remat=f"save:{kept}"))
     changes = {"scan_layers": False, "remat": "none"}
     again = with_config(model, configuration.replaced(model.config, changes))
-    batch = jax.tree.map(jnp.asarray, token_batch(2, 12))
-    want, found = gradients(model, batch), gradients(again, batch)
+    want, found = (loss_and_gradient(x, token_batch(2, 12)) for x in (model, again))
     assert_trees_close(found[0], want[0], rtol=1e-6)
     assert_trees_close(found[1], want[1], rtol=1e-5)
 
@@ -264,14 +255,9 @@ def test_the_mesh_does_not_change_losses_and_gradients(kind, spec):
     if kind == "mlstm":
         gates = lambda model: model.blocks.recurrence.gates.input
         model = eqx.tree_at(gates, model, replace_fn=lambda x: x - 2)
-    batch = jax.tree.map(jnp.asarray, token_batch(8, 16))
-    loss, gradient = gradients(model, batch)
-    mesh = sharding.make_mesh(spec)
-    with sharding.use(mesh):
-        placed = eqx.filter_shard(model, sharding.shardings(model, mesh))
-        found = gradients(placed, batch)
-    assert_trees_close(found[0], loss, rtol=1e-6)
-    assert_trees_close(found[1], gradient, rtol=1e-5)
+    want, found = (loss_and_gradient(model, token_batch(8, 16), mesh) for mesh in ("", spec))
+    assert_trees_close(found[0], want[0], rtol=1e-6)
+    assert_trees_close(found[1], want[1], rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -313,7 +299,7 @@ def test_adapters_train_beside_quantised_matrices_of_recurrent_layers(kind, bits
     (loss, gradient), (want, expected) = map(gradients_of_adapters, (adapted, same))
     assert_trees_close(loss, want, rtol=1e-5)
     assert_trees_close(gradient, expected, rtol=1e-3, atol=1e-5)
-    assert abs(float(gradients(plain, batch)[0]) / float(loss) - 1) > 1e-4
+    assert abs(losses.next_token(plain, batch, None)[0] / float(loss) - 1) > 1e-4
 
 
 def test_flops_are_those_of_each_kind_of_layer():

@@ -18,6 +18,7 @@ from helpers import (
     copy,
     covering,
     drawn_transformer,
+    loss_and_gradient,
     make_transformer,
     pad_tokens,
     small_config,
@@ -121,27 +122,23 @@ def test_even_load_scores_one_per_token():
         assert float(found.load[0]) == pytest.approx(load * EXPERTS)
 
 
-@pytest.mark.parametrize("spec", ["", "expert=4"])
-def test_a_step_sorts_each_tokens_experts_once(spec: str):
+def test_a_step_sorts_each_tokens_experts_once():
     """There and back; not again where a layer is computed again, nor for a gradient."""
     options = {**OPTIONS, "experts.dispatch": "all_to_all", "experts.buffer": 1.0}
     model = drawn_transformer(**options, num_layers=2, remat="full")
     batch, loss = jax.tree.map(jnp.asarray, token_batch(8, 12)), losses.balanced_next_token(0.1)
-    with sharding.use(mesh := zoo.make_mesh(spec)):
+    with sharding.use(mesh := zoo.make_mesh("expert=4")):
         function = eqx.filter_jit(eqx.filter_grad(lambda model: loss(model, batch, None)[0]))
         program = function.lower(jax.device_put(model, sharding.shardings(model, mesh)))
-        branches = 1 + (spec != "")  # at once, and in rounds
-        assert program.compile().compiled.as_text().count(" sort(") == 2 * branches
+        # At once, and in rounds.
+        assert program.compile().compiled.as_text().count(" sort(") == 2 * 2
 
 
 def value_and_gradient(options: dict, spec: str, **rules: Any) -> Any:
     """Of a model that lies on the mesh as the changed rules have it."""
-    model = drawn_transformer(**options)
-    batch = jax.tree.map(jnp.asarray, token_batch(8, 12))
+    layout = zoo.Layout(spec, {**sharding.RULES, **rules})
     loss = losses.balanced_next_token(0.1)
-    with sharding.use(zoo.Layout(spec, {**sharding.RULES, **rules})):
-        function = eqx.filter_jit(eqx.filter_value_and_grad(lambda m: loss(m, batch, None)[0]))
-        return copy(function(jax.device_put(model, sharding.shardings(model, zoo.make_mesh(spec)))))
+    return loss_and_gradient(drawn_transformer(**options), token_batch(8, 12), layout, loss)
 
 
 ONE_LAYER = {**OPTIONS, "num_layers": 1, "remat": "full"}
@@ -353,10 +350,7 @@ def test_the_documented_exchange_gives_its_documentations_example():
 
 @pytest.mark.parametrize(
     ("spec", "skewed"),
-    [
-        ("fsdp=2,expert=2,tensor=2", 0),
-        pytest.param("expert=8", 8, marks=pytest.mark.slow),
-    ],
+    [("fsdp=2,expert=2,tensor=2", 0), pytest.param("expert=8", 8, marks=pytest.mark.slow)],
 )
 def test_rows_of_the_exchange_of_accelerators_match_one_device(
     spec: str, skewed: int, monkeypatch: Any
@@ -452,11 +446,7 @@ def test_balance_depends_on_neither_mesh_microbatches_nor_padding():
     batch = with_prompts(token_batch(8, 16))
     padded = {name: np.pad(x, ((0, 8), (0, 0))) for name, x in pad_tokens(batch).items()}
     found = []
-    for given, spec, accumulate in [
-        (batch, "", 1),
-        (padded, "", 1),
-        (batch, "data=2,fsdp=2", 2),
-    ]:
+    for given, spec, accumulate in [(batch, "", 1), (padded, "", 1), (batch, "data=2,fsdp=2", 2)]:
         mesh, optimizer = zoo.make_mesh(spec), optax.sgd(0.0)
         options: dict = {"mesh": mesh, "precision": "fp32", "accumulate": accumulate}
         make_model = lambda key: drawn_transformer(**OPTIONS)

@@ -8,14 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import (
-    VOCAB,
-    arrays,
-    drawn_transformer,
-    make_transformer,
-    small_config,
-    token_batch,
-)
+from helpers import VOCAB, arrays, drawn_transformer, make_transformer, small_config, token_batch
 from jaxtyping import Array, TypeCheckError
 
 from zoo import losses, transformer
@@ -73,10 +66,7 @@ MULTIPLIERS["logit_multiplier"] = 0.125
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {},
-        {"positions.rotary_fraction": 2 / 3, "attention.output_gate": True, **MULTIPLIERS},
-    ],
+    [{}, {"positions.rotary_fraction": 2 / 3, "attention.output_gate": True, **MULTIPLIERS}],
 )
 def test_logits_match_independent_numpy_forward(changes: dict):
     # Dropout needs a key, and so is off.

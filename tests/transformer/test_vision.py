@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import arrays, drawn_model
+from helpers import drawn_model, one_step
 
 import zoo
 from zoo import losses, transformer
@@ -44,14 +44,8 @@ def batch() -> dict[str, np.ndarray]:
 
 
 def gradients(kind: str, mesh: str) -> dict[str, np.ndarray]:
-    """What a step of size one takes off each parameter."""
-    model, optimizer = make(**KINDS[kind]), optax.sgd(1.0)
-    layout = zoo.make_mesh(mesh)
-    state = zoo.init_state(lambda key: model, optimizer, key=jax.random.key(0), mesh=layout)
-    before = {path: np.array(x) for path, x in arrays(state.model).items()}
-    step = zoo.make_train_step(losses.classification, optimizer, mesh=layout, precision="fp32")
-    after = arrays(step(state, batch())[0].model)
-    return {path: before[path] - after[path] for path in before}
+    make_model = lambda key: make(**KINDS[kind])
+    return one_step(make_model, losses.classification, batch(), mesh=zoo.make_mesh(mesh))[1]
 
 
 @pytest.mark.parametrize("kind", ["registers", pytest.param("attention", marks=pytest.mark.slow)])

@@ -22,6 +22,7 @@ from helpers import (
     make_mlp,
     make_rnn,
     make_transformer,
+    one_step,
     token_batch,
     value_and_gradients,
 )
@@ -440,18 +441,6 @@ AGAINST_MERGED = {
 }
 
 
-def step_of(model, loss, batch, **options):
-    """The loss of a step, and the gradients, which it takes away from the parameters."""
-    placed = {name: x for name, x in options.items() if name in ("mesh", "trainable")}
-    state = zoo.init_state(lambda key: model, optax.sgd(1.0), key=KEY, **placed)
-    before = copy(state.model)
-    step = zoo.make_train_step(loss, optax.sgd(1.0), clip_norm=None, **options)
-    state, metrics = step(state, batch)
-    assert not metrics["skipped"]
-    after = arrays(copy(state.model))
-    return float(metrics["loss"]), {name: x - after[name] for name, x in arrays(before).items()}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "dora", "axes"),
@@ -468,18 +457,11 @@ def test_gradients_are_those_by_the_chain_rule_of_the_merged_model(case, dora, a
     model, batch = longer(drawn(make(), config=config)), make_batch(8, 16)
     nodes = jax.tree.leaves(copy(model), is_leaf=lora.is_adapted)
     nodes = [x for x in nodes if lora.is_adapted(x)]
-    wanted_loss, whole = step_of(lora.merge(model), loss, batch, precision="fp32")
-    found_loss, found = step_of(
-        model,
-        loss,
-        batch,
-        precision=precision,
-        accumulate=accumulate,
-        mesh=zoo.make_mesh(axes) if axes else None,
-        trainable=lora.trainable,
-    )
+    wanted, whole = one_step(lambda key: lora.merge(model), loss, batch)
+    options = {"precision": precision, "accumulate": accumulate, "trainable": lora.trainable}
+    metrics, found = one_step(lambda key: model, loss, batch, mesh=zoo.make_mesh(axes), **options)
     rtol = 1e-4 if precision == "fp32" else 0.02
-    assert found_loss == pytest.approx(wanted_loss, rel=rtol)
+    assert metrics["loss"] == pytest.approx(wanted["loss"], rel=rtol)
     for path, node in zip(lora.config_of(model).targets, nodes, strict=True):
         stack = node.down.shape[: node.down.ndim - 1 - node.num_inputs]
         count, flat = int(np.prod(stack)), lambda x, *shape: np.asarray(x).reshape(shape)
