@@ -16,14 +16,14 @@ import pytest
 from helpers import bytes_read
 
 from zoo.common import checksums, files
-from zoo.common.files import AddressError
 from zoo.common.store import Store
 from zoo.runs import checkpoint
 from zoo.runs.checkpoint import CheckpointError, local_steps
 from zoo.runs.config import Config, as_json
 from zoo.runs.metrics import MetricsLog, read_metrics
 from zoo.runs.processes import RunError
-from zoo.runs.remote import folder, lease, shares
+from zoo.runs.remote import copies as remote_copies
+from zoo.runs.remote import folder, lease
 from zoo.runs.remote.copies import Record, RemoteCopies
 from zoo.runs.remote.folder import RemoteFolder
 from zoo.runs.remote.lease import Lease, LeaseError
@@ -69,111 +69,11 @@ def make_lease(clock, store=None, **options):
     return made
 
 
-# --- Shares -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def two(tmp_path, monkeypatch, clock, bucket):
-    """Process 0's shares and the other process' in its thread; who copied what to the store."""
-    copied: dict[str, str] = {}
-    plain = shares.copy
-
-    def copy(work, folder, store, names, prefix):
-        copied.update(dict.fromkeys(names, threading.current_thread().name))
-        return plain(work, folder, store, names, prefix)
-
-    monkeypatch.setattr(shares, "copy", copy)
-    monkeypatch.setattr(shares, "_SECONDS", 0.01)
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    lease, store = make_lease(clock), Store(ADDRESS)
-    lease.acquire()
-    shares.begin(tmp_path)
-    first = shares.Shares(tmp_path, store, [lease.owner])
-    with monkeypatch.context() as patch:
-        patch.setattr(jax, "process_index", lambda: 1)
-        other = shares.Sharer(tmp_path, store)
-    return first, other, copied, lease
-
-
-ONE, TWO = "arrays/0/d/a", "arrays/1/d/b"
-
-
-def write_shares(folder):
-    for name, text in ((ONE, "one"), (TWO, "two"), ("meta.json", "{}")):
-        files.make_folder((folder / name).parent, "folder")
-        (folder / name).write_text(text)
-    return {name: {} for name in (ONE, TWO, "meta.json")}
-
-
-def test_each_process_copies_what_it_wrote(tmp_path, two, bucket):
-    first, other, copied, _ = two
-    names = write_shares(tmp_path / "step")
-    with other:
-        entries = first.copy("put", "step", names, "1/")
-        assert {name: entry["bytes"] for name, entry in entries.items()} == {
-            ONE: 3,
-            TWO: 3,
-            "meta.json": 2,
-        }
-        assert copied == {ONE: "MainThread", TWO: "shares", "meta.json": "MainThread"}
-        assert bucket()[f"1/{TWO}"] == b"two"
-        copied.clear()
-        damaged = {**entries, TWO: {**entries[TWO], "sha256": "0" * 64}}
-        assert first.copy("get", "new", entries, "1/") == {}
-        assert (tmp_path / "new" / TWO).read_text() == "two"
-        assert copied[TWO] == "shares"
-        assert list(first.copy("get", "newer", damaged, "1/")) == [TWO]
-        (tmp_path / "step" / TWO).unlink()  # a newer step is there
-        assert first.copy("put", "step", names, "2/").keys() == {ONE, "meta.json"}
-
-
-def test_the_share_of_a_process_that_has_ended_is_copied_too(tmp_path, two, bucket):
-    first, other, copied, _ = two
-    names = write_shares(tmp_path / "step")
-    with other:
-        pass
-    assert first.copy("put", "step", names, "1/", pytest.fail).keys() == names.keys()
-    assert copied == dict.fromkeys(names, "MainThread")
-    assert bucket()[f"1/{TWO}"] == b"two"
-
-
-def test_the_share_of_a_process_that_does_not_answer_is_copied_too(
-    tmp_path, two, bucket, monkeypatch
-):
-    monkeypatch.setattr(shares, "_PATIENCE", 0.05)
-    first, _, copied, _ = two
-    names = write_shares(tmp_path / "step")
-    assert first.copy("put", "step", names, "1/").keys() == names.keys()
-    assert copied == dict.fromkeys(names, "MainThread")
-
-
-def test_what_hinders_another_process_is_said(tmp_path, two, clock):
-    first, other, copied, lease = two
-    names = write_shares(tmp_path / "step")
-
-    def stop():
-        raise LeaseError("lost")
-
-    with other:
-        assert first.copy("put", "step", names, "1/").keys() == names.keys()
-        lease.release()
-        make_lease(clock).acquire(dead=[lease.owner])  # another run's
-        copied.clear()
-        with pytest.raises(OSError, match=f"process 1: .*taken over the run in {ADDRESS}"):
-            first.copy("put", "step", {TWO: {}}, "1/")
-        assert TWO not in copied
-        with pytest.raises(AddressError, match=r"\.\./b"):
-            first.copy("get", "step", {"arrays/1/../../../../b": {}}, "1/")
-    (tmp_path / shares.FOLDER / "1.json").unlink()
-    with pytest.raises(LeaseError, match="lost"):  # nobody answers, and the lease is lost
-        first.copy("put", "step", {TWO: {}}, "1/", stop)
-
-
 # --- Objects ------------------------------------------------------------------------------------
 
 
 def make_copies(work, *, keep=1):
-    return RemoteCopies(work, Store(ADDRESS), Record(), keep=keep)
+    return RemoteCopies(work, Store(ADDRESS), Record(), owner="me", keep=keep)
 
 
 def test_half_written_lines_are_not_copied(tmp_path, bucket):
@@ -242,6 +142,51 @@ def test_steps_are_complete_last_and_removed_incomplete_first(tmp_path, bucket, 
         assert parts in [x & whole for x in seen]
     assert seen[-1] == whole
     assert copies.good == {2}
+
+
+def write_part(checkpoints, step, number):
+    """A step's folder of a process: its own part, and what all have."""
+    made = write_step(checkpoints, step)
+    shutil.rmtree(made / "arrays")
+    (made / "arrays" / str(number)).mkdir(parents=True)
+    (made / "arrays" / str(number) / "data").write_text(f"part {number} of {step}")
+    checkpoint.seal(made)
+
+
+def test_each_process_copies_and_fetches_its_part(tmp_path, bucket, monkeypatch):
+    """From its own folder; process 0 completes a step once all have said that theirs is there."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(remote_copies, "_SECONDS", 0)
+    index = 0
+    monkeypatch.setattr(jax, "process_index", lambda: index)
+    both = [make_copies(tmp_path / str(number), keep=2) for number in range(2)]
+    looks = iter([True, True, False])
+    for step, first in ((1, 0), (2, 1)):
+        for number in range(2):
+            write_part(tmp_path / str(number) / "checkpoints", step, number)
+        fsspec.filesystem("memory").pipe_file(f"/bucket/run/checkpoints/{step}/arrays/1/old", b"")
+        if first == 0:  # the other one's part is not there yet
+            both[0].copy_step(step, lambda: None, lambda: next(looks))
+            assert complete(bucket()) == set()
+        for index in (1, 0):
+            both[index].copy_step(step, lambda: None)
+            assert complete(bucket()) == {str(x) for x in range(1, step + (index == 0))}
+    names = {f"checkpoints/{step}/arrays/{number}/data" for step in (1, 2) for number in range(2)}
+    names |= {f"checkpoints/{step}/{x}" for step in (1, 2) for x in ("meta.json", "checksums.json")}
+    assert {*bucket()} == names
+    index = 1
+    shutil.rmtree(tmp_path / "1")
+    other, within = make_copies(tmp_path / "1"), tmp_path / "1" / "checkpoints" / "2"
+    monkeypatch.setattr(remote_copies.processes, "from_first", lambda content: {"step": 2})
+    monkeypatch.setattr(remote_copies, "anywhere", bool)
+    assert other.fetch_step(above=1) == 2
+    files_of = lambda: {x.relative_to(within).as_posix() for x in within.rglob("*") if x.is_file()}
+    assert files_of() == {"arrays/1/data", "meta.json", "checksums.json"}
+    assert other.fetch_part(2, 0) == ""  # on another mesh
+    assert (within / "arrays" / "0" / "data").read_text() == "part 0 of 2"
+    assert checksums.listed(within) == {"arrays/0/data", "arrays/1/data", "meta.json"}
+    (within / "meta.json").write_text("{}")
+    assert "meta.json is that of another save" in other.fetch_part(2, 0)
 
 
 def test_an_upload_reads_a_large_file_twice(tmp_path):
@@ -532,6 +477,7 @@ def train(work, clock, *, until=LAST, said=None):
                 made = write_step(work / "partial", step)
                 files.make_folder(checkpoints, "checkpoints")
                 made.rename(checkpoints / str(step))
+                remote.choose(step)
                 remote.committed(step)
                 evaluate(step)
         remote.__exit__(None, None, None)

@@ -14,14 +14,22 @@ from pathlib import Path
 import equinox as eqx
 import jax
 import pytest
-from recipe_cases import STEPS, Program, Recipe, assert_same_result, finish, losses, shared
+from recipe_cases import (
+    STEPS,
+    Program,
+    Recipe,
+    assert_same_result,
+    finish,
+    losses,
+    shared,
+    wait_for,
+)
 from stores import Store, gs, gs_port, s3, s3_port
-from test_multiprocess import start_processes
+from test_multiprocess import FLAGS
 
 import zoo
 from zoo.common.store import Store as Objects
 from zoo.runs.remote.lease import Lease, LeaseError
-from zoo.runs.remote.shares import FOLDER, share_of
 
 __all__ = ["gs", "gs_port", "s3", "s3_port", "shared"]
 pytestmark = pytest.mark.slow
@@ -223,34 +231,43 @@ def test_a_starter_waits_by_the_clock_of_the_store(store):
 
 
 @pytest.mark.parametrize("store", ["s3"], indirect=True)
-def test_several_processes_share_the_working_folder(store, shared, tmp_path):
+def test_processes_without_a_shared_disk_lose_nothing(store, shared, tmp_path):
+    """Both are killed, one machine is another one then, and at last both are one."""
     recipe, address = Recipe("lm", shared), f"{store.address}/run"
-    flags = ("--mesh=fsdp=4", f"--work-dir={tmp_path / 'work'}")
-    first, second = (finish(p) for p in start_processes(recipe, address, *flags, "--steps=6"))
-    assert f"the model is in {address}/model" in first
+
+    def begin(*machines: str, steps: int = 24) -> list[Program]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+        return [
+            recipe.start(
+                address,
+                *(*FLAGS, "--distributed", "--mesh=fsdp=2", f"--steps={steps}"),
+                f"--work-dir={tmp_path / machine}",
+                devices=1,
+                JAX_COORDINATOR_ADDRESS=coordinator,
+                JAX_NUM_PROCESSES="2",
+                JAX_PROCESS_ID=str(i),
+            )
+            for i, machine in enumerate(machines)
+        ]
+
+    both, log = begin("a", "b"), tmp_path / "a" / "metrics.jsonl"
+    wait_for(lambda: log.exists() and b'"step": 16,' in log.read_bytes(), both[0])
+    for process in both:
+        process.kill()
+        process.communicate()
+    first, second = (finish(process) for process in begin("a", "c"))
+    assert f"resumed {address} at step " in first
     assert "Traceback" not in second
-    order = json.loads((tmp_path / "work" / FOLDER / "order.json").read_text())
-    assert order["work"] == "put"
-    assert {share_of(name) for name in order["shares"]["1"]} == {1}
-    shutil.rmtree(tmp_path / "work")
-    first, second = (finish(p) for p in start_processes(recipe, address, *flags, "--steps=12"))
-    assert f"resumed {address} at step 6" in first
-    assert list(losses(tmp_path / "work")) == list(range(1, 13))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
-    processes = [  # as on two machines, which share no disk
-        recipe.start(
-            address,
-            *("--distributed", f"--work-dir={tmp_path / str(i)}"),
-            JAX_COORDINATOR_ADDRESS=coordinator,
-            JAX_NUM_PROCESSES="2",
-            JAX_PROCESS_ID=str(i),
-        )
-        for i in range(2)
-    ]
-    for process in processes:
-        output = process.communicate()[0]
-        assert process.returncode != 0
-        assert f"process 1 does not see {tmp_path}" in output
-        assert "--work-dir, a folder on a disk that all processes share" in output
+    folder = lambda machine: tmp_path / machine / "checkpoints" / "24"
+    parts = lambda machine: [x.name for x in (folder(machine) / "arrays").iterdir()]
+    assert parts("a") == ["0"]
+    assert [x.name for x in tmp_path.glob("c/.process_1/checkpoints/24/arrays/*")] == ["1"]
+    alone = tmp_path / "alone"
+    recipe.run(alone, *FLAGS, "--mesh=fsdp=2", "--steps=24", devices=2)
+    flags = (*FLAGS, "--mesh=", f"--work-dir={tmp_path / 'd'}", "--steps=24")
+    output = recipe.run(address, *flags)
+    assert f"fetched step 24 from {address}" in output
+    assert sorted(parts("d")) == ["0", "1"]
+    assert_same_result(tmp_path / "d", alone, 24)

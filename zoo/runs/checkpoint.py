@@ -14,10 +14,10 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -26,8 +26,8 @@ from jaxtyping import PyTree
 
 from zoo.common import checksums, files
 from zoo.publishing.tensors import differences
-from zoo.runs import processes, stored_arrays
-from zoo.runs.stored_arrays import anywhere
+from zoo.runs import stored_arrays
+from zoo.runs.stored_arrays import anywhere, part_of
 
 _log = logging.getLogger(__name__)
 _NOTHING = -1  # process 0 sends it instead of a step
@@ -46,29 +46,35 @@ class DamagedExtras(CheckpointError):
     """The extras of the step that was restored are damaged: `restore` then leaves it out."""
 
 
+@runtime_checkable
+class Copies(Protocol):
+    """What copies the steps of the processes' own folders to one address, and from there."""
+
+    def choose(self, step: int) -> None:
+        """Agree whether a step that all begin to save is to be copied."""
+
+    def committed(self, step: int) -> Collection[int | None]:
+        """Take a step that is whole here, in the background; the steps that have to stay here."""
+
+    def fetch_part(self, step: int, number: int) -> str:
+        """Copy the part of a process's number into a step here; why not, if it cannot be."""
+
+
 class Checkpointer:
     """The checkpoints of one run, in one folder that all processes share and one run writes.
 
+    With `copies` each process has a folder of its own, of which copies make one at an address.
     Leaving the program without `wait` or `close` loses the save under way.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        keep: int = 3,
-        committed: Callable[[int], None] | None = None,
-        held: Callable[[], Collection[int | None]] = tuple,
-    ):
-        """Open or make `folder`, clear up after a killed save, and keep the last `keep` steps.
-
-        `committed(step)` is called on process 0, in the background, with each new step. Older steps
-        that are `held()` stay until the next save.
-        """
+    def __init__(self, folder: Path, *, keep: int = 3, copies: Copies | None = None):
+        """Open or make `folder`, clear up after a killed save, and keep the last `keep` steps."""
         if keep < 1:
             raise ValueError(f"keep={keep}: at least one checkpoint has to be kept")
         self.folder = files.local_path(folder, "folder").absolute()
-        self._keep, self._committed, self._held = keep, committed, held
+        self._keep, self._copies = keep, copies
+        self._index = 0 if copies is not None else jax.process_index()  # in the folder
+        self._others = range(1, 1 if copies is not None else jax.process_count())
         self._newest: int | None = None
         self._damaged: dict[int, str] = {}  # the step whose extras are, and how
         self.extras: dict[str, str] = {}
@@ -76,12 +82,13 @@ class Checkpointer:
         self._parts: dict[str, stored_arrays.Boxes] = {}  # of that step
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._commit: Future | None = None
-        if jax.process_index() == 0:
+        if self._index == 0:
             files.make_folder(self.folder, "folder")
             for leftover in self.folder.glob("*.tmp"):
                 _log.warning("Removing %s: a save that was interrupted", leftover)
                 files.remove(leftover)
-        processes.barrier("checkpoints")
+        if self._others:
+            multihost_utils.sync_global_devices("checkpoints")
 
     def save(self, step: int, state: PyTree, meta: dict, extras: PyTree = None) -> None:
         """Save the arrays in `state`, typed keys too, and `meta` (JSON) as `step`.
@@ -103,17 +110,18 @@ class Checkpointer:
         boxes = {name: stored_arrays.boxes(array) for name, array in stored.items()}
         text = json.dumps({**record, "parts": boxes})
         partial = self.folder / f"{step}.tmp"
-        if jax.process_index() == 0 and (self.folder / str(step)).exists():
+        if self._index == 0 and (self.folder / str(step)).exists():
             raise CheckpointError(
                 f"{self.folder / str(step)} exists already. Restore from this folder before "
                 "saving in it, or save in another."
             )
         with self._explained(step):
             partial.mkdir(exist_ok=True)
-            shapes = {name: array.shape for name, array in stored.items()}
             held = stored_arrays.held(stored)
+        if self._copies is not None:
+            self._copies.choose(step)
         self._newest = step
-        self._commit = self._pool.submit(self._finish, partial, text, held, shapes)
+        self._commit = self._pool.submit(self._finish, partial, text, held)
 
     def restore(self, like: PyTree) -> tuple[PyTree, int, dict] | None:
         """The newest undamaged (state, step, meta), or None where nothing has been saved.
@@ -129,7 +137,7 @@ class Checkpointer:
             folder = self.folder / str(step)
             record = json.loads((folder / "meta.json").read_text())
             _check_same(folder, record["arrays"], _describe(_arrays(like)))
-            state, problem = _read_or_problem(folder, like, record["parts"])
+            state, problem = self._read(step, like, record["parts"])
             if not anywhere(bool(problem)):
                 break
             failures[step] = f"step {step}: {problem or 'another process cannot read its arrays'}"
@@ -141,8 +149,8 @@ class Checkpointer:
                 f"No checkpoint in {self.folder} is undamaged:\n  {reasons}\nPut back the files "
                 "from a copy, or move the folder away to start again from step 0."
             )
-        if jax.process_index() == 0:
-            for bad, failure in failures.items():
+        for bad, failure in failures.items() if self._index == 0 else ():
+            if (self.folder / str(bad)).exists():  # and not in another process's folder alone
                 aside = set_aside(self.folder / str(bad))
                 _log.warning(
                     "Damaged checkpoint, %s. It is now %s, and step %d is used instead.",
@@ -162,9 +170,9 @@ class Checkpointer:
         """
         folder, wanted = self.folder / str(self._newest), _describe(_arrays(like))
         _check_same(folder, {name: self.extras[name] for name in names}, wanted)
-        state, problem = _read_or_problem(folder, like, self._parts) if wanted else (like, "")
+        assert self._newest is not None
+        state, problem = self._read(self._newest, like, self._parts) if wanted else (like, "")
         if anywhere(bool(problem)):
-            assert self._newest is not None
             reason = f"step {self._newest}: {problem or 'another process cannot read its arrays'}"
             self._damaged = {self._newest: reason}
             raise DamagedExtras(reason)
@@ -206,24 +214,28 @@ class Checkpointer:
                 f"Step {step} could not be saved in {self.folder}: {reason}"
             ) from error
 
-    def _finish(self, partial: Path, record: str, held: Any, shapes: Any) -> None:
+    def _finish(self, partial: Path, record: str, held: stored_arrays.Held) -> None:
         """In the background: write this process's part; on process 0 then seal, commit and prune.
 
         Process 0 waits for a file of each other process, with its error if it has one.
         """
-        index, others = jax.process_index(), range(1, jax.process_count())
-        part, said = partial / "arrays" / str(index), [partial / f"{i}.said" for i in others]
+        part = partial / "arrays" / str(jax.process_index())
+        said = {number: partial / f"{number}.said" for number in self._others}
         files.remove(part)  # of a save that failed
+        failure = None
         try:
-            stored_arrays.write(part, held, shapes)
+            stored_arrays.write(part, held)
         except Exception as error:
-            if index:
-                said[index - 1].write_text(str(error))
-            raise
-        if index:
-            files.replace(said[index - 1], "")
+            failure = error
+        if self._index:
+            temporary = partial / f"{self._index}.saying"
+            temporary.write_text(str(failure or ""))
+            temporary.rename(said[self._index])
+        if failure is not None:
+            raise failure
+        if self._index:
             return
-        for number, path in zip(others, said, strict=True):
+        for number, path in said.items():
             while not path.exists():
                 time.sleep(0.05)
             if problem := path.read_text():
@@ -235,56 +247,58 @@ class Checkpointer:
         files.sync_all(partial)  # TensorStore syncs its files, but not their folders
         partial.rename(target)
         files.sync(self.folder)
-        if self._committed is not None:
-            self._committed(step)
-        for old in {*self.good_steps()[: -self._keep]} - {*self._held()}:
+        held_back = () if self._copies is None else self._copies.committed(step)
+        for old in {*self.good_steps()[: -self._keep]} - {*held_back}:
             # Renamed first: a half deleted step must not look like a damaged one.
             shutil.rmtree((self.folder / str(old)).rename(self.folder / f"{old}.tmp"))
 
     def _newest_listed(self, failures: dict[int, str]) -> int:
         """The newest step whose files are as its list has them, without the ones in `failures`.
 
-        Process 0 looks, and tells the others; steps with a problem come to its failures.
+        Process 0 chooses, and those that have a folder look; steps with a problem come to
+        `failures`.
         """
-        found = _NOTHING
-        if jax.process_index() == 0:
-            for step in reversed(self.good_steps()):
-                if step in failures:
-                    continue
-                if not (problems := checksums.problems(self.folder / str(step))):
-                    meta = json.loads((self.folder / str(step) / "meta.json").read_text())
-                    if meta["step"] == step:
-                        found = step
-                        break
-                    problems = [f"the folder holds step {meta['step']}"]
-                failures[step] = f"step {step}: {'; '.join(problems)}"
-        found = int(multihost_utils.broadcast_one_to_all(np.int32(found)))
-        if found == _NOTHING and anywhere(bool(failures)) and not failures:
-            failures[_NOTHING] = "process 0 says which and why"
-        return found
+        while True:
+            left = [step for step in self.good_steps() if step not in failures]
+            newest = np.int32(max(left, default=_NOTHING))
+            step = int(multihost_utils.broadcast_one_to_all(newest))
+            if step == _NOTHING:
+                return step
+            folder, problem = self.folder / str(step), ""
+            if self._index == 0 and not (problem := "; ".join(checksums.problems(folder))):
+                named = json.loads((folder / "meta.json").read_text())["step"]
+                problem = "" if named == step else f"the folder holds step {named}"
+            if not anywhere(bool(problem)):
+                return step
+            failures[step] = f"step {step}: {problem or 'another process says why'}"
 
+    def _read(
+        self, step: int, like: PyTree, parts: dict[str, stored_arrays.Boxes]
+    ) -> tuple[PyTree, str]:
+        """(what is stored for `like`, nothing), or (`like`, why this process cannot read it).
 
-def _read_or_problem(
-    folder: Path, like: PyTree, parts: dict[str, stored_arrays.Boxes]
-) -> tuple[PyTree, str]:
-    """(what is stored for `like`, nothing), or (`like`, why this process cannot read it).
-
-    All processes call it. Files that may be whole, and that one of them may not read, are an error
-    in all.
-    """
-    targets = {name: _struct(leaf) for name, leaf in _arrays(like).items()}
-    refused: Exception | None = None
-    state, problem = like, ""
-    try:
-        state = _replace_arrays(like, stored_arrays.read(folder / "arrays", targets, parts))
-    except stored_arrays.ArraysError as error:
-        problem = str(error)
-    except OSError as error:
-        refused = error
-    if anywhere(refused is not None):
-        other = CheckpointError(f"{folder} cannot be read by another process, which says why")
-        raise refused or other
-    return state, problem
+        All processes call it. Files that may be whole, and that one of them may not read, are an
+        error in all.
+        """
+        folder, refused, problem = self.folder / str(step), None, ""
+        targets = {name: _struct(leaf) for name, leaf in _arrays(like).items()}
+        if self._copies is not None:
+            here = {part_of(name) for name in checksums.listed(folder)}
+            for number in sorted(stored_arrays.processes_of(targets, parts) - here):
+                problem = problem or self._copies.fetch_part(step, number)
+            if anywhere(bool(problem)):
+                return like, problem
+        state = like
+        try:
+            state = _replace_arrays(like, stored_arrays.read(folder / "arrays", targets, parts))
+        except stored_arrays.ArraysError as error:
+            problem = str(error)
+        except OSError as error:
+            refused = error
+        if anywhere(refused is not None):
+            other = CheckpointError(f"{folder} cannot be read by another process, which says why")
+            raise refused or other
+        return state, problem
 
 
 def problems(folder: Path) -> list[str]:

@@ -18,13 +18,10 @@ from pathlib import Path
 from typing import Any, Generic, cast
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
 from zoo import sharding
 from zoo.common import addresses, checksums, files, plugins, startup
-from zoo.common.store import Store
 from zoo.data.datasets import Dataset, check_batch_size, check_row_lengths
 from zoo.nn.precision import Precision, check_precision, native_precision
 from zoo.runs import processes
@@ -33,7 +30,6 @@ from zoo.runs.config import Config as Config  # users' programs take it from her
 from zoo.runs.config import ConfigT, as_json, differences, read_config
 from zoo.runs.processes import RunError, Signals
 from zoo.runs.remote import folder
-from zoo.runs.remote.shares import Sharer
 from zoo.training import flags
 
 TRACKED = "trackers.json"  # of the run folder: the id that the run has at each tracker
@@ -58,7 +54,7 @@ class Run(Generic[ConfigT]):
             self.folder = files.local_path(config.run_dir, "run_dir")
         self.address = str(config.run_dir if self._is_remote else self.folder)
         """The folder as messages name it: the address of one that is remote."""
-        self._remote: folder.RemoteFolder | None = None  # of process 0
+        self._remote: folder.RemoteFolder | None = None
         self._written_once = [self.folder / "config.json", self.folder / TRACKED]
         self._is_new = False  # as process 0 sees it: nothing in the folder tells of a run before
         self.signals = Signals()  # heeded in `zoo.fit`
@@ -76,14 +72,20 @@ class Run(Generic[ConfigT]):
             # Written down, so that a run resumes in it or is refused, and never changes it.
             config = self.config = dataclasses.replace(config, precision=native)
         with contextlib.ExitStack() as stack:
-            if self._is_remote:
-                self._open_remote(stack)
+            if self._is_remote:  # brought to the state of the address before anything is read
+                if not self.is_main:
+                    self.folder = self.folder / f".process_{jax.process_index()}"
+                self._remote = folder.RemoteFolder(
+                    self.address, self.folder, keep=config.keep_checkpoints, say=self.say
+                )
+                stack.enter_context(self._remote)
             self._open(stack)
             self._stack = stack.pop_all()
         return self
 
     def _open(self, stack: contextlib.ExitStack) -> None:
-        stored = read_config(self.folder / "config.json") or {}
+        stored = read_config(self.folder / "config.json") if self.is_main else None
+        stored = processes.from_first(stored or {})
         config = self.config = cast(ConfigT, self.config.completed(stored))
         if config.compilation_cache is not None and not config.plan:
             cache = files.local_path(config.compilation_cache, "compilation_cache")
@@ -110,31 +112,11 @@ class Run(Generic[ConfigT]):
             files.remove_unfinished(self.folder)  # of model/ and best/
             self.copy()
         processes.barrier("run folder")
-        remote: Any = self._remote
         self.checkpointer = Checkpointer(
-            self.folder / "checkpoints",
-            keep=config.keep_checkpoints,
-            **{"committed": remote.committed, "held": remote.held} if remote else {},
+            self.folder / "checkpoints", keep=config.keep_checkpoints, copies=self._remote
         )
         stack.push(self._unbind)
         stack.callback(self.checkpointer.close)
-
-    def _open_remote(self, stack: contextlib.ExitStack) -> None:
-        """Bring the working folder to the state of the address, before anything is read there."""
-        meet = functools.partial(folder.check_shared, self.folder)
-        if self.is_main:
-            self._remote = folder.RemoteFolder(
-                self.address,
-                self.folder,
-                keep=self.config.keep_checkpoints,
-                say=self.say,
-                meet=meet,
-            )
-            stack.enter_context(self._remote)
-        else:
-            meet("")
-            stack.enter_context(Sharer(self.folder, Store(self.address, "run_dir")))
-        processes.barrier("fetched")
 
     def __exit__(self, *exception: Any) -> None:
         self._stack.__exit__(*exception)
@@ -170,10 +152,7 @@ class Run(Generic[ConfigT]):
             except NoneUndamaged as error:
                 failure = error
             step = -1 if found is None else found[1]
-            newer = self._remote is not None and self._remote.fetch_newer(step)
-            if self._is_remote:  # all of them restore again, or none
-                newer = bool(multihost_utils.broadcast_one_to_all(np.int32(newer)))
-            if newer:
+            if self._remote is not None and self._remote.fetch_newer(step):
                 continue
             if failure is not None:
                 raise failure
@@ -203,15 +182,11 @@ class Run(Generic[ConfigT]):
         self.checkpointer.wait()
         if self._remote is not None:
             self._remote.settle()
-        if self._is_remote:  # until then the others copy their shares
-            processes.barrier("copied")
 
     def check_address(self, *, copies: bool = False) -> None:
         """Raise an error if another process has taken over the run, or `copies` fail for long."""
         if self._remote is not None:
-            self._remote.lease.check_known()
-            if copies:
-                self._remote.copier.check()
+            self._remote.check(copies=copies)
 
     @property
     def status(self) -> str:
@@ -249,6 +224,8 @@ class Run(Generic[ConfigT]):
             files.sync_all(partial)
             partial.rename(target)
             files.sync(self.folder)
+        if self._is_remote:
+            processes.hand_on(target)
         processes.barrier(name)
         if problems := checksums.problems(target):
             raise RunError(

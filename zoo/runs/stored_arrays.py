@@ -8,6 +8,7 @@ reader of a part of an array verifies that part alone, in parallel.
 
 import functools
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,18 @@ Box = tuple[tuple[int, int], ...]
 """The first index of each axis, and the one behind the last."""
 Boxes = Sequence[Any]
 """(process, box) of the boxes that make up an array; lists where they come from JSON."""
+Held = dict[str, tuple[tuple[int, ...], dict[Box, np.ndarray]]]
+"""The shape of each array, and the boxes of it that this process writes."""
 
 
 class ArraysError(Exception):
     """Arrays that cannot be read: damaged or missing files."""
+
+
+def part_of(name: str) -> int | None:
+    """The process that wrote a checkpoint's file; None if it is of no part."""
+    found = re.match(r"arrays/(\d+)/", name)
+    return int(found[1]) if found else None
 
 
 def boxes(array: jax.Array) -> Boxes:
@@ -50,7 +59,7 @@ def _owners(array: jax.Array) -> dict[Box, tuple[int, Any]]:
     return owners
 
 
-def held(arrays: Mapping[str, jax.Array]) -> dict[str, dict[Box, np.ndarray]]:
+def held(arrays: Mapping[str, jax.Array]) -> Held:
     """What this process writes of arrays, on the host: views where the devices are the host's.
 
     While NumPy looks at a buffer, JAX does not donate it.
@@ -67,21 +76,23 @@ def held(arrays: Mapping[str, jax.Array]) -> dict[str, dict[Box, np.ndarray]]:
             mine[name] = here
             for shard in here.values():
                 shard.copy_to_host_async()
-    return {name: {box: np.asarray(x) for box, x in here.items()} for name, here in mine.items()}
+    return {
+        name: (arrays[name].shape, {box: np.asarray(x) for box, x in here.items()})
+        for name, here in mine.items()
+    }
 
 
-def write(
-    folder: Path, parts: Mapping[str, Mapping[Box, np.ndarray]], shapes: Mapping[str, tuple]
-) -> None:
-    """Write this process's part, as `held` returns it, of arrays of these shapes into a folder."""
-    sizes = {name: sum(x.nbytes for x in part.values()) for name, part in parts.items()}
+def write(folder: Path, parts: Held) -> None:
+    """Write this process's part of arrays into a folder."""
+    sizes = {name: sum(x.nbytes for x in part.values()) for name, (_, part) in parts.items()}
     for names in _batches(sizes):
         stores = {}
         for name in names:
-            one = next(iter(parts[name].values()))
+            shape, part = parts[name]
+            one = next(iter(part.values()))
             grid = {"chunk_shape": _chunk(one.shape, one.dtype.itemsize)}
             metadata = {
-                "shape": shapes[name],
+                "shape": shape,
                 "data_type": one.dtype.name,
                 "chunk_grid": {"name": "regular", "configuration": grid},
                 "codecs": [{"name": "bytes"}, {"name": "crc32c"}],
@@ -92,7 +103,7 @@ def write(
         written = []
         for name in names:
             store = stores[name].result()
-            for box, values in parts[name].items():
+            for box, values in parts[name][1].items():
                 future = store[_slices(box)].write(
                     values, can_reference_source_data_indefinitely=True
                 )

@@ -4,6 +4,9 @@ Objects have the names of the files. A list of checksums goes last into its fold
 first: a checkpoint without it is incomplete. In a checkpoint's list large files have their SHA-256
 too, by which what is fetched is compared. `run.json` has the id of the run; the record in the
 working folder, `.remote.json`, has that id, and which files were copied.
+
+Each process hashes, copies and fetches its own part of a checkpoint, from a working folder of its
+own. It says the checksums of its part by an object, and process 0 writes the list of all.
 """
 
 import contextlib
@@ -11,22 +14,28 @@ import json
 import logging
 import os
 import re
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import jax
+
 from zoo.common import checksums, files
 from zoo.common.store import Store
+from zoo.runs import processes
 from zoo.runs.checkpoint import seal, set_aside
-from zoo.runs.remote.shares import Shares
+from zoo.runs.stored_arrays import anywhere, part_of
 
 _log = logging.getLogger(__name__)
 RECORD = ".remote.json"  # of the working folder
 INDEX = "run.json"  # at the address
 METRICS = "metrics.jsonl"
 STEPS = "checkpoints"
+_META = "meta.json"  # of a step
 _ELSEWHERE = (STEPS, "lease")
+_SECONDS = 0.5  # between two looks for another process' part
 
 Signature = list[int]
 
@@ -60,9 +69,10 @@ class RemoteCopies:
     Each `check` is called before what others can see is written: it raises to stop it.
     """
 
-    def __init__(self, folder: Path, store: Store, record: Record, *, keep: int):
+    def __init__(self, folder: Path, store: Store, record: Record, *, owner: str, keep: int):
+        """`owner` is that of the lease."""
         self._folder, self._store, self._record, self._keep = folder, store, record, keep
-        self._shares = Shares(folder, store, record.owners)
+        self._owner, self._others = owner, range(1, jax.process_count())
         index = store.read(INDEX)
         self.id: str = json.loads(index)["id"] if index else ""
         """The id of the run at the address; empty if no run is there."""
@@ -112,21 +122,60 @@ class RemoteCopies:
             self._record.copied[METRICS] = seen[METRICS]
             self._record.write(self._folder)
 
-    def copy_step(self, step: int, check: Callable[[], object]) -> None:
-        """Copy a local step, if it is not there, then remove steps: see `prune`."""
+    def copy_step(
+        self,
+        step: int,
+        check: Callable[[], object],
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Copy this process's part of a local step, and tell process 0 of it.
+
+        Process 0 completes the step once all parts are there, for as long as it `is_wanted`, and
+        removes the steps that are too many; see `prune`.
+        """
+        said = {number: f"{STEPS}/{step}/{self._owner}/{number}.json" for number in self._others}
+        if index := jax.process_index():
+            if entries := self._put_part(step, check):
+                self._store.write(said[index], json.dumps(entries).encode())
+            return
         if step not in self.good:
-            self._remove(step, check)
-            self._begun = self._begun | {step}
-            within, prefix = f"{STEPS}/{step}", f"{STEPS}/{step}/"
-            names: dict[str, dict] = {x: {} for x in checksums.listed(self._folder / within)}
-            listed = self._shares.copy("put", within, names, prefix, check)
+            self._forget(step, check)
+            if not (entries := self._put_part(step, check)):
+                return
+            for name in said.values():
+                while (content := self._store.read(name)) is None:
+                    check()
+                    if not is_wanted():
+                        return
+                    time.sleep(_SECONDS)
+                entries |= json.loads(content)
             check()
-            if listed.keys() != names.keys() or not names:
-                return  # it was removed meanwhile, as a newer one is there
-            self._store.write(prefix + checksums.NAME, checksums.as_text(listed).encode())
-            self.complete = self.complete | {step}
-            self._damaged = self._damaged - {step}
+            self._store.write(
+                f"{STEPS}/{step}/{checksums.NAME}", checksums.as_text(entries).encode()
+            )
+            self.complete, self._damaged = self.complete | {step}, self._damaged - {step}
+            self._store.remove(said.values())
         self.prune(check)
+
+    def _put_part(self, step: int, check: Callable[[], object]) -> dict[str, dict]:
+        """Copy this process's files of a step; their entries, or none if it is gone meanwhile."""
+        within, prefix = self._folder / STEPS / str(step), f"{STEPS}/{step}/"
+        index = jax.process_index()
+
+        def is_mine(name: str) -> bool:
+            """Whether a file is for this process to copy: for process 0 all that is of no other."""
+            return part_of(name) == index or (index == 0 and part_of(name) not in self._others)
+
+        found = [x for x in self._store.names(prefix) if not x.startswith(self._owner)]
+        check()
+        self._store.remove(prefix + x for x in found if is_mine(x))  # of an earlier attempt
+        entries: dict[str, dict] = {}
+        for name in filter(is_mine, sorted(checksums.listed(within))):
+            with contextlib.suppress(FileNotFoundError):
+                entries[name] = checksums.entry(within / name)
+        gone = self._store.put(within, entries, prefix)
+        check()
+        return {} if gone else entries
 
     def prune(self, check: Callable[[], object]) -> None:
         """Remove the steps that are too many, damaged, or half there."""
@@ -161,11 +210,14 @@ class RemoteCopies:
     def fetch_step(self, *, above: int) -> int | None:
         """Copy the newest undamaged step above a step into the folder; None without one.
 
-        A damaged one is reported. Ones that were fetched and are above it were damaged before they
-        came here: they are removed, and may be copied again.
+        All processes call it, and each takes its part. A damaged one is reported. Ones that were
+        fetched and are above it were damaged before they came here: they are removed, and may be
+        copied again.
         """
         self._damaged = self._damaged | {fetched for fetched in self._fetched if fetched > above}
-        for step in sorted(self.complete - self._fetched, reverse=True):
+        while True:
+            newest = max(self.complete - self._fetched, default=-1)
+            step = processes.from_first({"step": newest})["step"]
             if step <= above:
                 return None
             self._fetched.add(step)
@@ -173,22 +225,14 @@ class RemoteCopies:
             partial = target.with_name(f"{step}.tmp")
             files.remove(partial)
             partial.mkdir(parents=True)
-            try:
-                prefix = f"{STEPS}/{step}/"
-                listed = checksums.parse(self._store.read(prefix + checksums.NAME) or b"")
-                found = self._shares.copy("get", f"{STEPS}/{step}.tmp", listed, prefix)
-                problems = [f"{name} {problem}" for name, problem in found.items()]
-            except ValueError as error:
-                if error.__cause__ is not None:  # the store's
-                    raise
-                problems = [str(error)]
-            if problems:
+            problems = self._fetch(step, partial, (None, jax.process_index()))
+            if anywhere(bool(problems)):
                 self._damaged = self._damaged | {step}
                 _log.warning(
                     "Damaged checkpoint, step %d in %s: %s. An earlier one is used instead.",
                     step,
                     self._store.address,
-                    "; ".join(problems),
+                    "; ".join(problems) or "another process says why",
                 )
                 files.remove(partial)
                 continue
@@ -199,19 +243,44 @@ class RemoteCopies:
             partial.rename(target)
             files.sync(target.parent)
             return step
-        return None
 
-    def _remove(self, step: int, check: Callable[[], object]) -> None:
+    def fetch_part(self, step: int, number: int) -> str:
+        """Copy another process's part of a step that is in the folder; why not, if it cannot be."""
+        folder = self._folder / STEPS / str(step)
+        if problems := self._fetch(step, folder, (number,)):
+            return f"{'; '.join(problems)}, in {self._store.address}"
+        seal(folder)
+        return ""
+
+    def _fetch(self, step: int, folder: Path, parts: tuple[int | None, ...]) -> list[str]:
+        """Copy these parts of a step; a line per file that is missing or damaged there."""
+        prefix = f"{STEPS}/{step}/"
+        try:
+            listed = checksums.parse(self._store.read(prefix + checksums.NAME) or b"")
+        except ValueError as error:
+            if error.__cause__ is not None:  # the store's
+                raise
+            return [str(error)]
+        if None not in parts and listed.get(_META) != checksums.entry(folder / _META):
+            return [f"{_META} is that of another save"]
+        chosen = {name: entry for name, entry in listed.items() if part_of(name) in parts}
+        found = self._store.get(folder, chosen, prefix)
+        return [f"{name} {problem}" for name, problem in found.items()]
+
+    def _forget(self, step: int, check: Callable[[], object]) -> None:
+        """Remove a step's list, without which it is incomplete."""
         if step in self.complete:
             check()
             self._store.remove([f"{STEPS}/{step}/{checksums.NAME}"])
             self.complete = self.complete - {step}
-            self._begun = self._begun | {step}
-        if step in self._begun:
-            names = self._store.names(f"{STEPS}/{step}")
-            check()
-            self._store.remove(f"{STEPS}/{step}/{name}" for name in names)
-            self._begun = self._begun - {step}
+        self._begun = self._begun | {step}
+
+    def _remove(self, step: int, check: Callable[[], object]) -> None:
+        self._forget(step, check)
+        names = self._store.names(f"{STEPS}/{step}")
+        check()
+        self._store.remove(f"{STEPS}/{step}/{name}" for name in names)
+        self._begun = self._begun - {step}
 
     def _signatures(self) -> dict[str, Signature]:
         """Name -> size, time and number of each file that is copied."""

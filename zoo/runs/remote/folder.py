@@ -1,11 +1,13 @@
-"""A run folder at an address: what the run does in its working folder is copied there.
+"""A run folder at an address: what the run does in its working folders is copied there.
 
-At the start the newest undamaged checkpoint counts, of the working folder or of the address.
-Process 0 talks to the store; the others copy their parts of a checkpoint for it.
+At the start the newest undamaged checkpoint counts, of the working folders or of the address. Each
+process has a folder of its own, with its part of each checkpoint; all else is in that of process 0,
+which holds the lease.
 """
 
 import hashlib
 import logging
+import math
 import socket
 import threading
 import time
@@ -20,17 +22,17 @@ from zoo.common import addresses, files
 from zoo.common.configuration import require
 from zoo.common.store import Store
 from zoo.runs import processes
-from zoo.runs.checkpoint import CheckpointError, local_steps
+from zoo.runs.checkpoint import CheckpointError, local_steps, set_aside
 from zoo.runs.processes import RunError
-from zoo.runs.remote import shares
 from zoo.runs.remote.copies import STEPS, Record, RemoteCopies
-from zoo.runs.remote.lease import Lease, LeaseError, boot_clock
+from zoo.runs.remote.lease import Lease, LeaseError, boot_clock, newest
 
 _log = logging.getLogger(__name__)
 CACHE = Path("~/.cache/zoo/runs")
 _SCHEMES = ("s3", "gs", "memory")  # the last one is for tests
 MINUTES = 30  # without a success, after which a run stops at its next save
 _PAUSES = (1.0, 2.0, 5.0, 10.0, 30.0)  # seconds between one try and the next
+_PATIENCE = 30.0  # seconds in which a run that failed waits for the others' parts
 _FINAL = (PermissionError, FileNotFoundError)  # no right to write, no bucket
 
 
@@ -59,7 +61,7 @@ def checked(run_dir: Path | str, work_dir: Path | None) -> Path | str:
 
 
 def working_folder(address: str, given: Path | None) -> Path:
-    """The local folder in which a run at an address works."""
+    """The local folder in which process 0 of a run at an address works."""
     if given is not None:
         return files.local_path(given, "work_dir")
     address = address.rstrip("/")
@@ -68,9 +70,9 @@ def working_folder(address: str, given: Path | None) -> Path:
 
 
 class RemoteFolder:
-    """A context in which this process alone writes at an address, from its working folder.
+    """A context in which this run alone writes at an address, from its working folders.
 
-    Its end waits until everything is copied.
+    All processes enter it, each with its own folder. Its end waits until everything is copied.
 
     Raises:
         RunError: another process is at work there, or the two folders are of two runs.
@@ -85,15 +87,16 @@ class RemoteFolder:
         keep: int,
         say: Callable[[str], object],
         lease: Lease | None = None,
-        meet: Callable[[str], object] = lambda owner: None,
     ):
-        """`meet(owner)` is called before anything is fetched; see `check_shared`."""
         self.address, self.folder = address.rstrip("/"), folder
-        self._keep, self._say, self._meet = keep, say, meet
+        self._keep, self._say = keep, say
+        self._is_main = jax.process_index() == 0
         self._store = Store(self.address, "run_dir")
-        self.lease = lease or Lease(self._store, say=say)
-        self._wanted: int | None = None  # the checkpoint to copy next
-        self._copied: int | None = None  # and the one that is being copied
+        self.lease = lease or Lease(self._store, say=say)  # of process 0
+        self._owner = ""
+        self._wanted: int | None = None  # the checkpoint to copy, as all have agreed
+        self._copied: int | None = None  # the last one that was
+        self._until = math.inf  # when others' parts are waited for no longer
 
     def __enter__(self) -> "RemoteFolder":
         self._lock = processes.lock(self.folder, self.address)
@@ -106,6 +109,20 @@ class RemoteFolder:
         return self
 
     def _open(self) -> None:
+        if self._is_main:
+            copies = self._open_first()
+        try:
+            self._owner = processes.from_first({"owner": self.lease.owner})["owner"]
+            if not self._is_main:
+                copies = self._open_other()
+            self._fetch(copies)
+        except BaseException:
+            self.lease.release()
+            raise
+        self._copies = copies
+        self.copier = Copier(self._copy, self.address, self.folder)
+
+    def _open_first(self) -> RemoteCopies:
         record, host = Record.read(self.folder), socket.gethostname()
         lease = self.lease
         # Whoever worked in this folder on this machine has ended: the folder's lock is free.
@@ -122,15 +139,22 @@ class RemoteFolder:
             if lease.previous not in ended:  # the files at the address may be of another's
                 record.copied = {}
             record.owners = [lease.owner]
-            copies = RemoteCopies(self.folder, self._store, record, keep=self._keep)
+            copies = RemoteCopies(
+                self.folder, self._store, record, owner=lease.owner, keep=self._keep
+            )
             self._begin(copies, record)
-            self._meet(lease.owner)
-            self._fetch(copies)
         except BaseException:
             lease.release()
             raise
-        self._copies = copies
-        self.copier = Copier(self._copy, self.address, self.folder)
+        return copies
+
+    def _open_other(self) -> RemoteCopies:
+        record = Record.read(self.folder)
+        copies = RemoteCopies(self.folder, self._store, record, owner=self._owner, keep=self._keep)
+        if record.id != copies.id:  # parts of another run, which process 0 knows nothing of
+            files.remove(self.folder / STEPS)
+        Record(id=copies.id).write(self.folder)
+        return copies
 
     def _begin(self, copies: RemoteCopies, record: Record) -> None:
         """Refuse an address of another run than the working folder's, and mark it as this one's."""
@@ -149,13 +173,13 @@ class RemoteFolder:
             )
         copies.begin()
         record.write(self.folder)
-        shares.begin(self.folder)
 
     def _fetch(self, copies: RemoteCopies) -> None:
-        """Bring the working folder up to the run at the address, as far as it is behind."""
+        """Bring the working folders up to the run at the address, as far as they are behind."""
         began = time.monotonic()
-        steps = local_steps(self.folder / STEPS)
-        fetched = copies.fetch_step(above=max(steps, default=-1))
+        fetched = copies.fetch_step(above=self._newest_of_all(copies))
+        if not self._is_main:
+            return
         if fetched is not None or copies.complete:
             copies.fetch(only_missing=fetched is None)
         else:  # without a checkpoint a run begins anew, if with the same configuration
@@ -164,22 +188,64 @@ class RemoteFolder:
             seconds = time.monotonic() - began
             self._say(f"fetched step {fetched} from {self.address} in {seconds:.1f} s")
 
+    def _newest_of_all(self, copies: RemoteCopies) -> int:
+        """The newest checkpoint in the folders of all processes, or -1; newer ones are put aside.
+
+        The part of a process on a machine that has lost its disk, or that is another one, is gone.
+        """
+        steps = local_steps(self.folder / STEPS)
+        mine = np.array(([-1] * 100 + steps)[-100:])
+        rows = np.reshape(multihost_utils.process_allgather(mine), (-1, 100))
+        newest = max(set.intersection(*({-1, *row.tolist()} for row in rows)))
+        for step in (x for x in steps if x > newest):
+            within = self.folder / STEPS / str(step)
+            if step in copies.complete:
+                files.remove(within)
+            else:
+                _log.warning("Not all processes have step %d: now %s", step, set_aside(within))
+        return newest
+
     def fetch_newer(self, step: int) -> bool:
         """Fetch a checkpoint newer than a step, the newest undamaged one; whether there is one."""
         return self._copies.fetch_step(above=step) is not None
 
-    def committed(self, step: int) -> None:
-        """Take a checkpoint that is whole: copy it, and what else has changed."""
-        self._wanted = step
-        self.copier.begin()
+    def fetch_part(self, step: int, number: int) -> str:
+        """Fetch another process's part of a step; why not, if it cannot be."""
+        return self._copies.fetch_part(step, number)
 
-    def held(self) -> set[int | None]:
-        """The checkpoints that must stay in the working folder, as they are being copied."""
-        return {self._wanted, self._copied}
+    def choose(self, step: int) -> None:
+        """Agree to copy a step if the one before is there; all processes call it."""
+        is_free = self._wanted == self._copied and step not in self._copies.good
+        if processes.from_first({"chosen": is_free})["chosen"]:
+            self._wanted = step
+
+    def committed(self, step: int) -> set[int | None]:
+        """Take a checkpoint that is whole: copy it, if it was chosen, and what else has changed.
+
+        Returns the one that has to stay in the working folder, as it is being copied.
+        """
+        self.copier.begin()
+        return {self._wanted}
+
+    def check(self, *, copies: bool) -> None:
+        """Raise an error if the lease is known to be lost, or `copies` fail for long."""
+        if self._is_main:
+            self.lease.check_known()
+        if copies:
+            self.copier.check()
 
     def settle(self, *, patient: bool = True) -> None:
-        """Wait until the last checkpoint, and all files, are copied; see `Copier.wait`."""
-        self._wanted = max(local_steps(self.folder / STEPS), default=self._wanted)
+        """Wait until the last checkpoint, and all files, are copied; see `Copier.wait`.
+
+        All processes call it, but one alone where it is not patient.
+        """
+        if not patient:
+            self._until = time.monotonic() + _PATIENCE
+        if patient or jax.process_count() == 1:
+            last = max(local_steps(self.folder / STEPS), default=None)
+            is_there = last is None or last in self._copies.good
+            if not processes.from_first({"there": is_there})["there"] or self._is_main:
+                self._wanted = last
         self.copier.begin()
         self.copier.wait(self._say, patient=patient)
 
@@ -202,15 +268,23 @@ class RemoteFolder:
 
     def _copy(self) -> None:
         """In the background: copy what has changed, and then a checkpoint of before."""
-        check = self.lease.check
-        check()
-        step = self._copied = self._wanted
-        self._copies.copy_files(check)
-        if step is not None:
-            self._copies.copy_step(step, check)
-            if self._wanted == step:
-                self._wanted = None
-        self._copied = None
+        check = self.lease.check if self._is_main else self._check_owner
+        step = self._wanted
+        if self._is_main:
+            check()
+            self._copies.copy_files(check)
+        if step is not None and step != self._copied and step in local_steps(self.folder / STEPS):
+            check()
+            self._copies.copy_step(
+                step, check, lambda: self._wanted == step and time.monotonic() < self._until
+            )
+            self._copied = step
+
+    def _check_owner(self) -> None:
+        """Raise a LeaseError if process 0 has lost the lease."""
+        _, lease = newest(self._store)
+        if lease is None or lease["owner"] != self._owner:
+            raise LeaseError(f"another process has taken over the run in {self.address}")
 
 
 class Copier:
@@ -324,21 +398,3 @@ class Copier:
 
     def _reason(self, failure: Exception) -> str:
         return str(failure).removeprefix(f"{self._address}: ")
-
-
-def check_shared(folder: Path, owner: str) -> None:
-    """Raise a RunError unless all processes see the working folder of process 0."""
-    if jax.process_count() == 1:
-        return
-    mine = np.frombuffer(bytes.fromhex(owner or "0" * 32), np.uint8)
-    wanted = bytes(np.asarray(multihost_utils.broadcast_one_to_all(mine))).hex()
-    deadline = time.monotonic() + 5  # a shared disk shows a file a little later
-    while (sees := wanted in Record.read(folder).owners) is False and time.monotonic() < deadline:
-        time.sleep(0.1)
-    seen = multihost_utils.process_allgather(np.array([sees])).reshape(-1)
-    if not seen.all():
-        blind = ", ".join(str(i) for i in np.flatnonzero(~seen))
-        raise RunError(
-            f"process {blind} does not see {folder}, the working folder of process 0: give "
-            "--work-dir, a folder on a disk that all processes share"
-        )
