@@ -255,8 +255,7 @@ class Checkpointer:
     def _newest_listed(self, failures: dict[int, str]) -> int:
         """The newest step whose files are as its list has them, without the ones in `failures`.
 
-        Process 0 chooses, and those that have a folder look; steps with a problem come to
-        `failures`.
+        Process 0 chooses, and each with a folder looks; steps with a problem come to `failures`.
         """
         while True:
             left = [step for step in self.good_steps() if step not in failures]
