@@ -76,3 +76,9 @@ def golden_model(tmp_path) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(golden / "scores" / name, folder)
     return folder
+
+
+@pytest.fixture
+def no_curves(monkeypatch) -> None:
+    """Runs that do not draw their curves, which would take a third of the time of small ones."""
+    monkeypatch.setattr("zoo.runs.recorder.plot_curves", lambda *paths: None)

@@ -108,7 +108,7 @@ TESTS = {
     "training/optimizers": "test_optimizers | test_parametrization",
     "training/parametrization": "test_parametrization",
     "alignment/preferences": "test_preferences "
-    "| test_finetuning -m slow -k 'preferences_resume_bit_for_bit and full'",
+    "| test_finetuning -m slow -k preferences_are_learned",
     "training/state": "test_step -k 'not mesh' | test_sharding -k rules",
     "training/step": "test_step "
     "-k 'not transformer and not rnn and not mlp and not mesh' "

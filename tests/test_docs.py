@@ -99,7 +99,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 @pytest.fixture
-def elsewhere(tmp_path, monkeypatch):
+def elsewhere(tmp_path, monkeypatch, no_curves):
     """An empty working folder, JAX as a user has it, and nothing of it left behind."""
     monkeypatch.chdir(tmp_path)
     before = jax.config.jax_compilation_cache_dir
@@ -311,6 +311,7 @@ def test_the_table_of_what_is_stable_has_each_public_name_once():
     assert sorted(found) == sorted(dir(zoo))
 
 
+@functools.cache
 def own_names(module: ModuleType) -> set[str]:
     """The names that a module of the zoo defines, or takes from another one."""
     found = set()

@@ -1,6 +1,7 @@
 """The house keeps its order: rooms, imports that run downwards only, and light imports."""
 
 import ast
+import functools
 import importlib.util
 import re
 import subprocess
@@ -26,16 +27,29 @@ def imports(path: Path) -> set[str]:
     return imports_in(path.read_text(), str(path))
 
 
+@functools.cache
+def nodes_of(program: str) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(program))]
+
+
 def imports_in(program: str, path: str = "") -> set[str]:
     """The same of a program."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(program)):
+    for node in nodes_of(program):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import in line {node.lineno}"
             found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
     return found
+
+
+def texts_in(program: str) -> set[str]:
+    """The texts of a program, but for those that only explain it."""
+    nodes = nodes_of(program)
+    explained = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    texts = (x.value for x in nodes if isinstance(x, ast.Constant) and id(x) not in explained)
+    return {text for text in texts if isinstance(text, str)}
 
 
 def zoo_imports(path: Path) -> set[str]:
@@ -106,11 +120,8 @@ OUTSIDE = re.compile(rf"{ROOMS_AROUND}/|__(init|main)__$")
 
 
 def rooms_around_in(program: str) -> set[str]:
-    """The imports and texts of a program, but for those that explain it, that name such a room."""
-    nodes = [*ast.walk(ast.parse(program))]
-    explained = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-    texts = {x.value for x in nodes if isinstance(x, ast.Constant) and id(x) not in explained}
-    return {x for x in {str(text) for text in texts} | imports_in(program) if AROUND.search(x)}
+    """The imports and texts of a program that name such a room."""
+    return {x for x in texts_in(program) | imports_in(program) if AROUND.search(x)}
 
 
 def test_rooms_around_are_seen():
@@ -173,7 +184,7 @@ def test_modules_avoid_package_reexports():
         assert not roots & {"benchmarks", "helpers", "models", "recipes", "tests"}, name
         lazily = {
             alias.name
-            for node in ast.walk(ast.parse(path.read_text()))
+            for node in nodes_of(path.read_text())
             if isinstance(node, ast.ImportFrom) and node.module == "zoo"
             for alias in node.names
         }
@@ -181,13 +192,10 @@ def test_modules_avoid_package_reexports():
 
 
 def mesh_axes_in(program: str) -> set[str]:
-    """The texts of a program, but for those that only explain it, that name a mesh axis."""
-    nodes = [*ast.walk(ast.parse(program))]
-    explained = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-    texts = {x.value for x in nodes if isinstance(x, ast.Constant) and id(x) not in explained}
+    """The texts of a program that name a mesh axis."""
     # "data" is the name of much else: it counts only beside another axis, as in ("data", "fsdp").
     axis = re.compile(r"^tensor$|\btensor=|\bfsdp\b|\bdata=")
-    return {text for text in texts if isinstance(text, str) and axis.search(text)}
+    return {text for text in texts_in(program) if axis.search(text)}
 
 
 def test_mesh_axes_are_seen():

@@ -15,7 +15,6 @@ from jax.experimental.compilation_cache import compilation_cache
 import zoo
 from zoo import sharding
 from zoo.data import datasets
-from zoo.runs import recorder
 from zoo.runs.callbacks import hooks
 from zoo.runs.config import Config
 from zoo.runs.metrics import read_metrics
@@ -23,13 +22,8 @@ from zoo.runs.processes import RunError
 from zoo.runs.remote import folder as remote_folder
 from zoo.training import flags
 
+pytestmark = pytest.mark.usefixtures("no_curves")
 ROWS = np.random.default_rng(0).normal(size=(24, 4)).astype(np.float32)
-
-
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch):
-    """Drawing would take most of the time of these runs."""
-    monkeypatch.setattr(recorder, "plot_curves", lambda *paths: None)
 
 
 class Net(eqx.Module):

@@ -170,22 +170,22 @@ def files_run(function: Callable[[], object]) -> list[str]:
     return sorted(x.relative_to(ZOO).as_posix() for x in paths if x.is_relative_to(ZOO))
 
 
-@pytest.mark.slow
-def test_files_are_seen():
-    assert files_run(lambda: None) == []
-    assert "sharding/mesh.py" in files_run(lambda: zoo.make_mesh("data=8"))
-
-
 TRAINING = (finetune, adapters)  # which take longer
 
 
 @pytest.mark.parametrize(
-    "path",
-    [pytest.param(x, marks=[pytest.mark.slow] * (x in TRAINING), id=x.__name__) for x in CEILINGS],
+    "paths",
+    [
+        pytest.param([x for x in CEILINGS if x not in TRAINING], id="short"),
+        pytest.param(TRAINING, marks=pytest.mark.slow, id="training"),
+    ],
 )
-def test_a_path_takes_few_files(path: Callable, tmp_path: Path):
-    files = files_run(path(tmp_path))
-    assert 0 < len(files) <= CEILINGS[path], "\n".join(files)
+def test_paths_take_few_files(paths: list[Callable], tmp_path: Path):
+    assert files_run(lambda: None) == []
+    for path in paths:
+        (tmp_path / path.__name__).mkdir()
+        files = files_run(path(tmp_path / path.__name__))
+        assert 0 < len(files) <= CEILINGS[path], "\n".join((path.__name__, *files))
 
 
 if __name__ == "__main__":

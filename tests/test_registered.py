@@ -149,13 +149,14 @@ def test_replaced_parts_are_saved_and_loaded(tmp_path):
     assert_same(loaded, model)
     assert type(loaded.blocks.mlp) is OwnMLP
     assert loaded.blocks.mlp.settings == Settings(3.0)
+    call = eqx.filter_jit(lambda model, tokens: model(tokens))
     tokens = jnp.arange(12, dtype=jnp.int32)[None]
-    np.testing.assert_array_equal(loaded(tokens), model(tokens))
+    np.testing.assert_array_equal(call(loaded, tokens), call(model, tokens))
 
     # With the cache as without one.
     prompt = list(range(5, 17))
     got = zoo.generate(loaded, [prompt], max_new_tokens=4, temperature=0.0)[0]
-    whole = np.asarray(model(jnp.asarray([got[:-1]], jnp.int32)))[0].argmax(-1)
+    whole = np.asarray(call(model, jnp.asarray([got[:-1]], jnp.int32)))[0].argmax(-1)
     assert got[len(prompt) :] == whole[len(prompt) - 1 :].tolist()
 
 
@@ -177,11 +178,13 @@ def test_attention_with_other_heads_is_refused_by_decoding():
 def test_own_models_are_saved_with_their_state(tmp_path):
     model, state = eqx.nn.make_with_state(Net)(key=KEY)
     x = jax.random.normal(KEY, (4, 1, 8, 8))
-    run = eqx.filter_vmap(
-        lambda model, x, state: model(x, state),
-        in_axes=(None, 0, None),
-        axis_name="batch",
-        out_axes=(0, None),
+    run = eqx.filter_jit(
+        eqx.filter_vmap(
+            lambda model, x, state: model(x, state),
+            in_axes=(None, 0, None),
+            axis_name="batch",
+            out_axes=(0, None),
+        )
     )
     _, state = run(model, x, state)
     zoo.save(tmp_path / "model", (model, state))

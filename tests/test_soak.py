@@ -1,19 +1,29 @@
 """The soak in short, and restoring damaged checkpoints."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
 from benchmarks.soak import boundaries
+from zoo.runs import recorder
 
 # What is left out passes no moment that the others do not; `python -m benchmarks.soak` has all.
 LEFT_OUT = "adapters", "classification", "distillation", "DPO of adapters"
 KINDS = [kind for kind in boundaries.KINDS if kind not in LEFT_OUT]
 
 
+def run_recipe(*arguments: Any) -> None:
+    """Without the curves, which would take a third of the time of such a run."""
+    recorder.plot_curves = lambda *paths: None
+    boundaries.run_recipe(*arguments)
+
+
 @pytest.fixture(scope="module")
-def kinds(tmp_path_factory: pytest.TempPathFactory) -> boundaries.Kinds:
-    return boundaries.Kinds(tmp_path_factory.mktemp("kinds"))
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[boundaries.Kinds]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(boundaries, "run_recipe", run_recipe)  # in this process, not in the runs'
+        yield boundaries.Kinds(tmp_path_factory.mktemp("kinds"))
 
 
 def assert_same_after_kills(kinds: boundaries.Kinds, kind: str, chosen: Sequence[str]) -> None:

@@ -8,14 +8,18 @@ import re
 import types
 from fractions import Fraction
 
+import jax
 import numpy as np
 import pytest
+import tyro
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental.compilation_cache import compilation_cache
 from prepared_parts import reading
 from recipe_cases import Recipe
 from rich.console import Console
 
+from recipes import lm
 from zoo import text
 from zoo.data import mixed_text
 from zoo.data.corpus import Corpus
@@ -377,8 +381,22 @@ def test_the_progress_line_has_epochs_per_source():
     assert "losses code 2.0000, docs 3.1250  epochs code 0.25, docs 1.50" in stream.getvalue()
 
 
+@pytest.fixture
+def train(tmp_path, no_curves):
+    """`train(name, *flags)` runs the recipe in this process."""
+    before = jax.config.jax_compilation_cache_dir
+
+    def train(name, *flags):
+        given = Recipe("lm", tmp_path).flags(tmp_path / name, *flags)
+        lm.main(tyro.cli(lm.Config, args=given))
+
+    yield train
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
+
+
 @pytest.mark.slow
-def test_a_run_resumes_across_a_stage_that_was_added(tmp_path):
+def test_a_run_resumes_across_a_stage_that_was_added(train, tmp_path, capsys):
     """The stage at 6 is added once 4 steps are done; the whole run has it from the beginning."""
     files = write_sources(tmp_path)
     code, docs = (part.partition("=")[2].rpartition(":")[0] for part in files.split(","))
@@ -387,16 +405,16 @@ def test_a_run_resumes_across_a_stage_that_was_added(tmp_path):
     )
     staged = table + "[[stages]]\nstart=6\nweights={code=1,docs=4}\n"
     path = tmp_path / "mixture.toml"
-    recipe = Recipe("lm", tmp_path)
     path.write_text(staged)
     flags = [f"--data={path}", "--steps=10", "--mesh=fsdp=2"]
     flags += ["--data.batch-size=8", "--data.seq-len=32"]
-    recipe.run(tmp_path / "whole", *flags, devices=2)
+    train("whole", *flags)
     path.write_text(table)
-    recipe.run(tmp_path / "parts", *flags, "--steps=4", devices=2)
+    train("parts", *flags, "--steps=4")
     path.write_text(staged)
-    output = recipe.run(tmp_path / "parts", *flags, devices=2)
-    assert "the weights of the sources change from step 6 on" in output
+    capsys.readouterr()
+    train("parts", *flags)
+    assert "the weights of the sources change from step 6 on" in capsys.readouterr().out
     whole, parts = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts"))
     epochs = [
         [{n: x for n, x in line.items() if n.endswith("/epoch")} for line in lines]

@@ -22,11 +22,6 @@ def run(*arguments: str, home: Path) -> str:
     return finish(Program(["-m", *arguments], HOME=str(home)))
 
 
-def losses(run_dir: Path) -> list[float]:
-    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [row["loss"] for row in rows if "loss" in row]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gs"])
 def test_a_corpus_is_prepared_from_and_to_a_store(
@@ -54,11 +49,9 @@ def test_a_corpus_is_prepared_from_and_to_a_store(
         for folder in (there, here)
     ]
     assert prints[0] == prints[1]
-    for name, folder in (("there", there), ("here", here)):
-        files = (f"--data.files={folder}", f"--run-dir={tmp_path / name}")
-        run("recipes.lm", *SMALL, *files, home=tmp_path / name)
-    assert len(losses(tmp_path / "there")) >= 1
-    assert losses(tmp_path / "there") == losses(tmp_path / "here")
+    home = tmp_path / "there"
+    run("recipes.lm", *SMALL, f"--data.files={there}", f"--run-dir={home / 'run'}", home=home)
+    assert '"loss": ' in (home / "run" / "metrics.jsonl").read_text()
     assert re.search(r"copies", str(next((tmp_path / "there/.cache").rglob("*.tokens"))))
 
 

@@ -25,7 +25,8 @@ def test_weights_are_those_of_the_last_block(tmp_path):
 
     attention = jax.tree.map(np.asarray, model.blocks.attention)
     norm = jax.tree.map(np.asarray, model.blocks.attention_norm)
-    x = np.asarray(model.embedded(jnp.asarray(pixels))[0])
+    embedded = eqx.filter_jit(lambda model, pixels: model.embedded(pixels)[0])
+    x = np.asarray(embedded(model, jnp.asarray(pixels)))
     x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + config.norm_eps)
     x = x * norm.scale[1] + norm.bias[1]
     q = np.einsum("be,enh->bnh", x[:, 0], attention.wq[1]) + attention.bq[1]

@@ -656,7 +656,7 @@ def test_loading_unmaps_what_it_read(tmp_path, monkeypatch):
         found = block(*args)
         found.sum()  # reads it
         blocks.append(found.nbytes)
-        if len(blocks) % 8 == 0:  # all of a process's memory is much to list
+        if len(blocks) % 32 == 0:  # all of a process's memory is much to list
             seen.append(mapped())
         return found
 

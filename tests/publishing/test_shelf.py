@@ -2,6 +2,8 @@
 
 import itertools
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -63,12 +65,12 @@ def test_puzzles_are_solved_as_the_card_says():
 def test_language_models_prefer_forward_python(name):
     tokenizer = load_tokenizer(CARDS[name].folder)
     text = "def __init__(self):\n    return None\n"
-
-    def loss(text: str) -> float:
-        ids = jnp.asarray([[tokenizer.separator_id, *tokenizer.encode(text)]], jnp.int32)
-        logits = zoo.load(name, dtype="float32")(ids[:, :-1])
-        chosen = jnp.take_along_axis(logits, ids[:, 1:, None], 2)[..., 0]
-        log_sum = jnp.log(jnp.exp(logits).sum(-1))
-        return float((log_sum - chosen).sum())
-
-    assert loss(text) < 0.5 * loss(text[::-1])
+    rows = [[tokenizer.separator_id, *tokenizer.encode(x)] for x in (text, text[::-1])]
+    ids = np.zeros((2, max(map(len, rows))), np.int32)  # what is behind a row is not seen
+    for row, found in zip(ids, rows, strict=True):
+        row[: len(found)] = found
+    logits = eqx.filter_jit(zoo.load(name, dtype="float32"))(jnp.asarray(ids[:, :-1]))
+    logs = np.asarray(jax.nn.log_softmax(logits))
+    losses = -np.take_along_axis(logs, ids[:, 1:, None], 2)[:, :, 0]
+    forward, backward = (x[: len(row) - 1].sum() for x, row in zip(losses, rows, strict=True))
+    assert forward < 0.5 * backward

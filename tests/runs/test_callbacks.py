@@ -41,7 +41,7 @@ from zoo.runs.metrics import read_metrics
 from zoo.runs.monitor import CompileCounter
 from zoo.runs.processes import RunError
 
-no_curves = test_loop.no_curves
+pytestmark = pytest.mark.usefixtures("no_curves")
 
 
 def config(folder, **options):
@@ -511,13 +511,6 @@ def test_unfit_arguments_of_early_stopping_are_refused(options, message):
             callbacks.BestCheckpoint(**options)
 
 
-def test_unknown_metrics_are_named(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"'early-stopping': metric='loss' is not among .* eval_loss"
-    ):
-        fit(config(tmp_path), callbacks.EarlyStopping("loss"))
-
-
 # --- The average of the weights -----------------------------------------------------------------
 
 
@@ -591,17 +584,6 @@ def test_average_of_trained_weights_is_sharded_and_evaluated(tmp_path):
     assert result == {**size(state.model, True), "average/eval_loss": result["average/eval_loss"]}
     assert result["average/eval_loss"] == size(average.model, True)["eval_loss"]
     assert result["average/eval_loss"] != result["eval_loss"]
-
-
-def test_average_is_resumed_bit_for_bit(tmp_path):
-    whole, first, second = (callbacks.Average(0.9) for _ in range(3))
-    fit(config(tmp_path / "whole"), whole, evaluate=size)
-    with pytest.raises(Killed):
-        fit(config(tmp_path), first, Kill("on_step", 10), evaluate=size)
-    fit(config(tmp_path), second, evaluate=size)
-    for x, y in zip(arrays(whole.arrays), arrays(second.arrays), strict=True):
-        assert x.tobytes() == y.tobytes()
-    assert without_speed(config(tmp_path)) == without_speed(config(tmp_path / "whole"))
 
 
 @pytest.mark.usefixtures("unchecked_types")
@@ -696,20 +678,6 @@ def test_a_model_that_cannot_be_published_leaves_its_arrays(tmp_path):
 
 
 # --- Further evaluations, samples ---------------------------------------------------------------
-
-
-def test_named_evaluations_add_their_metrics(tmp_path):
-    seen = []
-
-    def easy(model, whole):
-        seen.append(whole)
-        return {"loss": 0.5, "accuracy": 0.9}
-
-    named = callbacks.Evaluations({"easy": easy})
-    _, result = fit(config(tmp_path, steps=8), named)
-    assert seen == [False, True]
-    assert result == {"eval_loss": 1.0, "easy/eval_loss": 0.5, "easy/accuracy": 0.9}
-    assert lines(config(tmp_path), "easy/eval_loss") == {4: 0.5, 8: 0.5}
 
 
 def test_samples_are_printed_and_kept(tmp_path, capsys):

@@ -32,17 +32,12 @@ from zoo.runs.metrics import read_metrics
 
 __all__ = ["shared"]
 
-MESHES = {"one device": ("", 1), "2x2x2": ("data=2,fsdp=2,tensor=2", 8)}
-
 
 @functools.cache
-def straight_run(name: str, shared: Path, mesh: str) -> Path:
+def straight_run(name: str, shared: Path) -> Path:
     """A run from start to end, which the others are compared with."""
-    flags, devices = MESHES[mesh]
-    folder = shared / f"straight {name} {mesh}"
-    Recipe(name, shared).run(
-        folder, f"--mesh={flags}", devices=devices, record=shared / f"{folder.name}.batches"
-    )
+    folder = shared / f"straight {name}"
+    Recipe(name, shared).run(folder, record=shared / f"{folder.name}.batches")
     return folder
 
 
@@ -83,49 +78,40 @@ def kill_at_random(process: Program, run_dir: Path, choose: random.Random, where
     return saving(run_dir)
 
 
-# tests/test_soak.py kills runs at each boundary.
-KILLS = [("lm", "2x2x2"), ("rnn", "one device")]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "mesh"), KILLS)
-def test_repeatedly_killed_runs_match_straight_runs(name, mesh, shared, tmp_path):
-    straight = straight_run(name, shared, mesh)
-    flags, devices = MESHES[mesh]
-    recipe, run_dir, batches = Recipe(name, shared), tmp_path / "run", tmp_path / "batches"
+def test_a_repeatedly_killed_run_matches_a_straight_one(shared, tmp_path):
+    """Its batches too; tests/test_soak.py kills runs of all kinds, at each boundary."""
+    straight = straight_run("rnn", shared)
+    recipe, run_dir, batches = Recipe("rnn", shared), tmp_path / "run", tmp_path / "batches"
     choose = random.Random(3)
     killed = killed_in_save = 0
-    for number in range(3):
-        process = recipe.start(run_dir, f"--mesh={flags}", devices=devices, record=batches)
-        where = ("save", "steps", "start")[number % 3]
+    for where in ("save", "steps", "start"):
+        process = recipe.start(run_dir, record=batches)
         killed_in_save += kill_at_random(process, run_dir, choose, where)
         killed += process.returncode == -signal.SIGKILL
     assert killed >= 2
     assert killed_in_save >= 1
-    recipe.run(run_dir, f"--mesh={flags}", devices=devices, record=batches)
+    recipe.run(run_dir, record=batches)
     assert_same_result(run_dir, straight)
     assert read_batches(batches) == read_batches(shared / f"{straight.name}.batches")
 
 
 @pytest.mark.slow
-def test_signals_save_and_set_exit_code(shared, tmp_path):
-    recipe, run_dir = Recipe("lm", shared), tmp_path / "run"
-    last = 0
-    for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
-        process = recipe.start(run_dir, "--checkpoint-every=1000")
-        wait_for(lambda: steps_done(run_dir) > last + 2, process)  # noqa: B023
-        process.send_signal(number)
-        output = finish(process, code)
-        step = metrics(run_dir)[-1]["step"]
-        assert last < step < STEPS
-        assert f"{signal.Signals(number).name}: saved step {step} in {run_dir}" in output
-        assert f"(exit code {code})" in output
-        assert "Traceback" not in output
-        assert (run_dir / "checkpoints" / str(step)).is_dir()
-        last = step
+def test_a_signal_saves_and_sets_the_exit_code(shared, tmp_path):
+    recipe, run_dir = Recipe("rnn", shared), tmp_path / "run"
+    process = recipe.start(run_dir, "--checkpoint-every=1000")
+    wait_for(lambda: steps_done(run_dir) > 2, process)
+    process.send_signal(signal.SIGINT)
+    output = finish(process, 130)
+    step = metrics(run_dir)[-1]["step"]
+    assert 0 < step < STEPS
+    assert f"SIGINT: saved step {step} in {run_dir}" in output
+    assert "(exit code 130)" in output
+    assert "Traceback" not in output
+    assert (run_dir / "checkpoints" / str(step)).is_dir()
     output = recipe.run(run_dir, "--checkpoint-every=1000")
-    assert f"resumed {run_dir} at step {last}" in output
-    assert_same_result(run_dir, straight_run("lm", shared, "one device"))
+    assert f"resumed {run_dir} at step {step}" in output
+    assert_same_result(run_dir, straight_run("rnn", shared))
 
 
 def fit_shuffled(folder, kill):

@@ -6,7 +6,6 @@ import equinox as eqx
 import jax
 import numpy as np
 import pytest
-import test_loop
 from helpers import make_transformer
 from jaxtyping import Array, Float
 from test_loop import config, training
@@ -17,7 +16,7 @@ from zoo.runs.callbacks.norms import layer_names
 from zoo.runs.metrics import read_metrics
 from zoo.runs.monitor import CompileCounter
 
-no_curves = test_loop.no_curves
+pytestmark = pytest.mark.usefixtures("no_curves")
 
 
 def names_of(make_model) -> list[str]:

@@ -48,7 +48,7 @@ SELDOM = ("--checkpoint-every=100", "--eval-every=100")  # at the end alone
 
 
 @pytest.fixture
-def tune(shared, tmp_path):
+def tune(shared, tmp_path, no_curves):
     """`tune(*flags)` runs the recipe in this process, and returns the run's folder."""
     before = jax.config.jax_compilation_cache_dir
     recipe = importlib.import_module("recipes.finetune")

@@ -1,4 +1,4 @@
-"""Encoders that fill in hidden tokens: the recipe on one device and on a mesh."""
+"""Encoders that fill in hidden tokens; on a mesh in tests/runs/test_multiprocess.py."""
 
 import re
 
@@ -45,25 +45,6 @@ def train(folder, corpus, *flags):
     return losses(folder)
 
 
-@pytest.mark.slow
-def test_an_encoder_learns_alike_on_a_mesh(corpus, tmp_path, capsys):
-    one = train(tmp_path / "one", corpus)
-    said = capsys.readouterr().out
-    assert "nats per hidden token" in said
-    shown = (tmp_path / "one" / "fillings.txt").read_text()
-    assert "[" in shown
-    assert said.rpartition("fillings.txt beside it:\n\n")[2].startswith(shown)
-    mesh = train(tmp_path / "mesh", corpus, "--mesh=data=2,fsdp=2,tensor=2")
-    assert one.keys() == mesh.keys() == {*range(1, 7)}
-    assert np.allclose([*one.values()], [*mesh.values()], rtol=1e-5)
-
-    model = zoo.load(tmp_path / "one" / "model")
-    tokenizer = load_tokenizer(tmp_path / "one" / "model")
-    _, mask_id = with_mask(tokenizer)
-    assert mask_id == tokenizer.vocab_size - 1
-    assert model(jnp.asarray([[1, mask_id, 2]])).shape[-1] >= tokenizer.vocab_size
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -85,11 +66,17 @@ def test_bytes_and_mixtures_have_no_mask(corpus, tmp_path):
         train(tmp_path / "mixture", corpus, f"--data=a={corpus[0].partition('=')[2]}")
 
 
-def test_masks_of_a_sentence_are_filled(corpus, tmp_path):
-    train(tmp_path / "run", corpus)
+def test_masks_of_a_sentence_are_filled(corpus, tmp_path, capsys, no_curves):
+    assert train(tmp_path / "run", corpus).keys() == {*range(1, 7)}
+    said = capsys.readouterr().out
+    assert "nats per hidden token" in said
+    shown = (tmp_path / "run" / "fillings.txt").read_text()
+    assert "[" in shown
+    assert said.rpartition("fillings.txt beside it:\n\n")[2].startswith(shown)
     folder = tmp_path / "run" / "model"
     model, tokenizer = zoo.load(folder), zoo.masked.tokenizer_of(str(folder))
     mask = tokenizer.tokens["mask_token"]
+    assert with_mask(load_tokenizer(folder))[1] == tokenizer.vocab_size - 1
     found = zoo.masked.fill(model, tokenizer, f"aaa1 {mask} ccc{mask}", top=3)
     ids = tokenizer.tokenizer.encode(f"aaa1 {mask} ccc{mask}").ids
     logits = np.asarray(model(jnp.asarray([ids])))[0]
