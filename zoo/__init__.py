@@ -15,7 +15,11 @@ plugins.register(
     hf="zoo.hf.folder:HUGGING_FACE",
     peft="zoo.hf.peft:PEFT",
 )
-plugins.register("zoo.row_datasets", preferences="zoo.alignment.pairs:PairDataset")
+plugins.register(
+    "zoo.row_datasets",
+    preferences="zoo.alignment.pairs:PairDataset",
+    unpaired="zoo.alignment.pairs:labelled_examples",
+)
 plugins.register("zoo.precisions", int8="zoo.quantization.int8_training:INT8")
 plugins.register(
     "zoo.quantizations", **dict.fromkeys(("int8", "int4", "nf4"), "zoo.quantization.loading")

@@ -197,9 +197,12 @@ def test_numbers_out_of_range_are_refused():
         (preferences.simpo, "gamma", -1.0),
         (functools.partial(preferences.apo, "zero"), "beta", 0.0),
         (preferences.ipo, "beta", -1.0),
+        (preferences.kto, "undesirable_weight", -1.0),
     ):
         with pytest.raises(ValueError, match=f"{name}={value}: must"):
             make(**{name: value})
+    with pytest.raises(ValueError, match=r"accumulate=2: the loss has a mean over the whole batch"):
+        zoo.make_train_step(preferences.kto(), optax.sgd(0.1), accumulate=2)
 
 
 def test_configurations_that_do_not_go_together_are_refused():
@@ -213,6 +216,7 @@ def test_configurations_that_do_not_go_together_are_refused():
         {"format": "text"},
         {"objective": "simpo", "beta": 2.0, "gamma": 1.0},
         {"objective": "apo_zero"},
+        {"format": "unpaired", "objective": "kto", "desirable_weight": 2.0},
     ):
         make(**fields)
     for fields, message in (
@@ -225,6 +229,13 @@ def test_configurations_that_do_not_go_together_are_refused():
         (
             {"format": "text", "beta": 0.2},
             r"beta=0.2: only data.format='preferences' \(now 'text'\)",
+        ),
+        ({"format": "unpaired"}, "data.format='unpaired': objective='dpo' needs pairs; give obj"),
+        ({"objective": "kto"}, "objective='kto': only data.format='unpaired'"),
+        ({"desirable_weight": 2.0}, "desirable_weight=2.0: objective='dpo' has none"),
+        (
+            {"format": "unpaired", "objective": "kto", "accumulate": 2},
+            "accumulate=2: objective='kto' has a mean",
         ),
     ):
         with pytest.raises(ValueError, match=message):
@@ -248,28 +259,43 @@ class Given(eqx.Module):
         ("apo_zero", functools.partial(preferences.apo, "zero")),
         ("apo_down", functools.partial(preferences.apo, "down")),
         ("simpo", preferences.simpo),
+        ("kto", preferences.kto),
     ],
 )
 def test_losses_are_those_of_trl(name, make):
-    """Numbers of `golden/make_preferences_golden.py`, which are TRL's."""
+    """Numbers of `golden/make_preferences_golden.py`, which are TRL's, and a row of padding."""
     golden = json.loads((Path(__file__).parents[1] / "golden" / "preferences.json").read_text())
     width = max(len(chosen) + len(rejected) for chosen, rejected in golden["tokens"]) + 2
-    log_probs = np.full((3, width), -1.0, np.float32)
-    weights, segments = np.zeros((3, width), np.float32), np.zeros((3, width), np.int32)
+    log_probs, gradient = np.full((4, width), -1.0, np.float32), np.zeros((4, width))
+    weights, segments = np.zeros((4, width), np.float32), np.zeros((4, width), np.int32)
     for row, pair in enumerate(golden["tokens"]):
         place = 0
         for side, answer in enumerate(pair):
             segments[row, place : place + 1 + len(answer)] = side + 1  # and a prompt's token
-            log_probs[row, place + 1 : place + 1 + len(answer)] = answer
-            weights[row, place + 1 : place + 1 + len(answer)] = 1
+            here = slice(place + 1, place + 1 + len(answer))
+            log_probs[row, here], weights[row, here] = answer, 1
+            gradient[row, here] = golden["gradients"][name][row][side]
             place += 1 + len(answer)
-    zeros = np.zeros((3, width), np.int32)
+    zeros = np.zeros((4, width), np.int32)
     batch = {"tokens": zeros, "targets": zeros, "weights": weights, "segment_ids": segments}
-    batch |= {"positions": zeros, "reference": np.asarray(golden["reference"], np.float32)}
+    reference = np.asarray([*golden["reference"], [0, 0]], np.float32)
+    batch |= {"positions": zeros, "reference": reference}
     options = {"gamma": golden["gamma"]} if name == "simpo" else {}
+    if name == "kto":
+        batch["labels"] = np.asarray([*golden["labels"], 0], np.int32)
+        options = dict(
+            zip(("desirable_weight", "undesirable_weight"), golden["weights"], strict=True)
+        )
     loss = make(beta=golden["beta"], **options)
-    total, weight, _ = loss(Given(jnp.asarray(log_probs)), jax.tree.map(jnp.asarray, batch), None)
-    assert float(total / weight) == pytest.approx(golden["losses"][name], rel=1e-5)
+
+    def mean(model):
+        total, weight, _ = loss(model, jax.tree.map(jnp.asarray, batch), None)
+        return total / weight
+
+    value, found = jax.value_and_grad(mean)(Given(jnp.asarray(log_probs)))
+    assert float(value) == pytest.approx(golden["losses"][name], rel=1e-5)
+    assert np.abs(gradient).max() > 0.01
+    np.testing.assert_allclose(found.log_probs, gradient, rtol=1e-4, atol=1e-7)
 
 
 def test_a_missing_reference_is_refused(dataset):
@@ -278,6 +304,8 @@ def test_a_missing_reference_is_refused(dataset):
         eqx.filter_eval_shape(preferences.dpo(), model, batch, None)
     with pytest.raises(ValueError, match="the model has none: adapt it"):
         eqx.filter_eval_shape(preferences.dpo(reference="base"), model, batch, None)
+    with pytest.raises(ValueError, match="labels"):
+        eqx.filter_eval_shape(preferences.kto(reference="base"), adapted(), batch, None)
 
 
 def plain_log_probs(model, pair):
@@ -444,11 +472,12 @@ def test_references_are_by_pair_and_finite(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dpo", "orpo"])
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
 def test_steps_do_not_depend_on_mesh_microbatches_and_padding(kind, tmp_path):
     corpus = pair_corpus(tmp_path, *PAIRS, ("x", "yz", "w"))
-    make = lambda buckets, rows: PairDataset(corpus, 256, buckets, rows, 0)
-    loss = preferences.orpo() if kind == "orpo" else preferences.dpo(reference="base")
+    labels = np.asarray([1, 0, 0, 1, 1])
+    make = lambda buckets, rows: PairDataset(corpus, 256, buckets, rows, 0).with_labels(labels)
+    loss = getattr(preferences, kind)(reference="base")
     batch = make((16,), 8).batch(0)
     assert (batch["segment_ids"] == 2).any(1).sum() == 5
     run = lambda batch, **options: one_step(
@@ -461,6 +490,8 @@ def test_steps_do_not_depend_on_mesh_microbatches_and_padding(kind, tmp_path):
         (batch, {"mesh": zoo.make_mesh("data=2,fsdp=2,tensor=2"), "accumulate": 2}),
         (make((32,), 5).batch(0), {}),
     ):
+        if kind == "kto":  # of whole batches alone
+            options.pop("accumulate", None)
         found, theirs = run(other, **options)
         for name in expected.keys() - {"skipped"}:
             assert found[name] == pytest.approx(expected[name], rel=2e-5, abs=1e-6), name

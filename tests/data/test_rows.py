@@ -132,6 +132,18 @@ FORMS = [
         "messages without",
         PAIR_OF_CHATS,
     ),
+    (
+        "unpaired",
+        {"prompt": "2+2=", "completion": "4", "label": True},
+        "texts",
+        [[["2+2=", False], ["4", True]]],
+    ),
+    (
+        "unpaired",
+        {"prompt": [USER], "completion": [YES], "label": False},
+        "messages",
+        [CHAT_YES],
+    ),
 ]
 
 
@@ -187,7 +199,7 @@ def test_a_table_of_texts_has_rows_too(tmp_path):
 
 
 @pytest.mark.parametrize("file", ["a.jsonl", "a.array.json.gz", "a.parquet"])
-@pytest.mark.parametrize("format", sorted({*rows.FORMS} - {"tags"}))
+@pytest.mark.parametrize("format", ["chats", "completions", "preferences"])  # of several columns
 def test_a_row_of_another_form_is_refused_by_its_place(file, format, template, tmp_path):
     own = [row for name, row, _, _ in FORMS if name == format]
     first = own[0]
@@ -218,6 +230,7 @@ def test_a_row_of_another_form_is_refused_by_its_place(file, format, template, t
         ("completions", {"prompt": [USER], "completion": "yes"}, "no list of messages in 'compl"),
         ("completions", {"prompt": [USER], "completion": [YES, USER]}, "give one answer"),
         ("completions", {"instruction": "a", "output": 3}, "no text in field 'output'"),
+        ("unpaired", {"prompt": "a", "completion": "b", "label": 1}, "'label' is 1: give true or"),
     ],
 )
 def test_rows_of_no_form_are_refused(format, row, message, template, tmp_path):
@@ -314,6 +327,7 @@ def started(tmp_path, capsys, tokenizer, records, **data):
         run_dir=tmp_path / str(len([*tmp_path.iterdir()])),
         steps=1,
         compilation_cache=None,
+        objective="kto" if data.get("format") == "unpaired" else "dpo",
         data=Data(files=path, cache=None, **data),
     )
     capsys.readouterr()
@@ -358,6 +372,40 @@ def test_rendered_chats_are_read_as_chats(form, template, tmp_path, capsys):
     assert np.isin(one.train.corpus[0], special).any()
     assert f"the text has {4 * rows} names of special tokens" in said
     assert "--data.special-tokens parse" in said
+
+
+def test_unpaired_answers_have_a_mismatched_one_beside_them(tmp_path, capsys):
+    answers = {f"question {i}: ": f"answer {i}" for i in range(24)}
+    told = [
+        {"prompt": prompt, "completion": answer, "label": i % 3 > 0}
+        for i, (prompt, answer) in enumerate(answers.items())
+    ]
+    given = {"format": "unpaired", "rows": "bucketed", "buckets": (64,), "held_out": 0.3}
+    data, said = started(tmp_path, capsys, ByteTokenizer(), told, **given)
+    assert "24 examples of unpaired: texts (prompt, completion, label)" in said
+    seen, others = {}, []
+    for part in (data.train, data.held_out):
+        for k in range(part.batches_per_epoch):
+            batch = part.batch(k)
+            for row in np.flatnonzero(batch["segment_ids"].any(1)):
+                texts = []
+                for side in (1, 2):
+                    here = batch["segment_ids"][row] == side
+                    counted = here & (batch["weights"][row] > 0)
+                    ids = batch["targets"][row]
+                    whole, answer = (bytes(ids[x][:-1].tolist()) for x in (here, counted))
+                    texts.append((whole.removesuffix(answer).decode(), answer.decode()))
+                (prompt, answer), (again, other) = texts
+                assert answers[prompt] == answer
+                assert again == prompt
+                assert other != answer
+                seen[prompt] = int(batch["labels"][row])
+                others.append(other)
+    assert [seen[row["prompt"]] for row in told] == [int(row["label"]) for row in told]
+    assert sorted(others) == sorted(answers.values())
+    assert len(data.held_out.corpus) > 2
+    with pytest.raises(ValueError, match="one unpaired answer alone: it needs another's"):
+        started(tmp_path, capsys, ByteTokenizer(), told[:1], **given)
 
 
 def test_the_ends_of_a_text_are_there_once(tmp_path, capsys):

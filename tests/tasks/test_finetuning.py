@@ -655,7 +655,7 @@ def test_tags_need_their_field():
 
 
 def test_packed_pairs_are_refused():
-    with pytest.raises(ValueError, match=r"data.rows='packed': a pair of preferences has a row"):
+    with pytest.raises(ValueError, match=r"data.rows='packed': 'preferences' have rows of"):
         finetuning.Data(format="preferences", rows="packed")
     config = finetuning.Config(run_dir="x", steps=1)
     assert config.completed({}).data.rows == "packed"
@@ -663,7 +663,7 @@ def test_packed_pairs_are_refused():
     assert pairs.data.rows == "bucketed"
     jaxtyping.config.update("jaxtyping_disable", True)  # of types that are beside the point
     try:
-        with pytest.raises(ValueError, match=r"data.format='preferences': the next token of pair"):
+        with pytest.raises(ValueError, match=r"data.format='preferences': the next token is no pr"):
             finetuning.train(SimpleNamespace(config=pairs), None, None)
     finally:
         jaxtyping.config.update("jaxtyping_disable", False)
@@ -780,13 +780,17 @@ def test_live_bytes_are_those_of_the_plan(tune, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_preferences_are_learned_beside_the_base(tune, tmp_path, shared):
-    pairs = [{"prompt": f"{i} ", "chosen": f"is {i}", "rejected": "no"} for i in range(40)]
-    path = write_lines(tmp_path / "pairs.jsonl", *pairs)
-    flags = (f"--data.files={path}", "--data.format=preferences", "--method=full")
+    answers = [
+        {"prompt": f"{i} ", "completion": text, "label": text != "no"}
+        for i in range(40)
+        for text in (f"is {i}", "no")
+    ]
+    path = write_lines(tmp_path / "answers.jsonl", *answers)
+    flags = (f"--data.files={path}", "--data.format=unpaired", "--objective=kto", "--method=full")
     flags += ("--optimizer.schedule=constant", "--data.buckets", "32")
     run_dir = tune(*flags)
     first, last = [x for x in read_metrics(run_dir / "metrics.jsonl") if "eval_loss" in x]
-    assert first["eval_loss"] == pytest.approx(np.log(2), abs=1e-4)
+    assert first["eval_loss"] == pytest.approx(0.5, abs=1e-4)
     assert last["eval_loss"] < first["eval_loss"]
     # Another model's values are refused.
     (run_dir / "reference" / "made_of.json").write_text('{"fingerprint": "another"}')

@@ -1,4 +1,4 @@
-"""Losses of preferences: DPO, IPO and APO, and ORPO and SimPO without a reference model.
+"""Losses of preferences: DPO, IPO and APO, ORPO and SimPO without a reference model, and KTO.
 
 A batch is a `zoo.alignment.pairs.PairDataset`'s: a pair per row, the chosen example as segment 1
 and the rejected one as segment 2, with weights on the tokens of the answers. A loss is a sum over
@@ -23,9 +23,10 @@ from zoo.training import losses
 from zoo.training.loss_values import LossFunction
 
 Reference = Literal["batch", "base"]
-# From the log-probabilities of both sides, less the reference's where there is one, and the numbers
-# of their tokens, float32[batch, 2], to the losses of pairs and the margins of rewards.
-OfPairs = Callable[[Array, Array], tuple[Array, Array]]
+Batch = dict[str, Array]
+# From the log-probabilities of both sides, less the reference's where there is one, float32[batch,
+# 2], and the batch, to the losses of pairs, and metrics of pairs, the margin of rewards among them.
+OfPairs = Callable[[Array, Batch], tuple[Array, Metrics]]
 
 
 def dpo(
@@ -51,10 +52,10 @@ def dpo(
     """
     check(beta, label_smoothing)
 
-    def of(ratios_BS: Array, counts_BS: Array) -> tuple[Array, Array]:
+    def of(ratios_BS: Array, batch: Batch) -> tuple[Array, Metrics]:
         margins_B = beta * (ratios_BS[:, 0] - ratios_BS[:, 1])
         right, wrong = jax.nn.log_sigmoid(margins_B), jax.nn.log_sigmoid(-margins_B)
-        return -(1 - label_smoothing) * right - label_smoothing * wrong, margins_B
+        return -(1 - label_smoothing) * right - label_smoothing * wrong, {"margin": margins_B}
 
     return _loss(of, reference)
 
@@ -71,10 +72,10 @@ def ipo(*, beta: float = 0.1, reference: Reference = "batch") -> LossFunction:
     """
     check(beta)
 
-    def of(ratios_BS: Array, counts_BS: Array) -> tuple[Array, Array]:
-        mean_BS = ratios_BS / jnp.maximum(counts_BS, 1)
+    def of(ratios_BS: Array, batch: Batch) -> tuple[Array, Metrics]:
+        mean_BS = ratios_BS / _counts(batch)
         margins_B = mean_BS[:, 0] - mean_BS[:, 1]
-        return (margins_B - 1 / (2 * beta)) ** 2, margins_B
+        return (margins_B - 1 / (2 * beta)) ** 2, {"margin": margins_B}
 
     return _loss(of, reference)
 
@@ -94,12 +95,12 @@ def apo(
     check(beta)
     require(kind in ("zero", "down"), f"kind={kind!r}: choose 'zero' or 'down'")
 
-    def of(ratios_BS: Array, counts_BS: Array) -> tuple[Array, Array]:
+    def of(ratios_BS: Array, batch: Batch) -> tuple[Array, Metrics]:
         chosen_B, rejected_B = beta * ratios_BS[:, 0], beta * ratios_BS[:, 1]
         margins_B = chosen_B - rejected_B
         if kind == "zero":
-            return jax.nn.sigmoid(-chosen_B) + jax.nn.sigmoid(rejected_B), margins_B
-        return jax.nn.sigmoid(chosen_B) + jax.nn.sigmoid(-margins_B), margins_B
+            return jax.nn.sigmoid(-chosen_B) + jax.nn.sigmoid(rejected_B), {"margin": margins_B}
+        return jax.nn.sigmoid(chosen_B) + jax.nn.sigmoid(-margins_B), {"margin": margins_B}
 
     return _loss(of, reference)
 
@@ -116,10 +117,10 @@ def simpo(*, beta: float = 2.0, gamma: float = 0.5) -> LossFunction:
     check(beta)
     require(gamma >= 0, f"gamma={gamma}: must not be negative; it is how far apart answers are")
 
-    def of(log_probs_BS: Array, counts_BS: Array) -> tuple[Array, Array]:
-        mean_BS = log_probs_BS / jnp.maximum(counts_BS, 1)
+    def of(log_probs_BS: Array, batch: Batch) -> tuple[Array, Metrics]:
+        mean_BS = log_probs_BS / _counts(batch)
         margins_B = beta * (mean_BS[:, 0] - mean_BS[:, 1]) - gamma
-        return -jax.nn.log_sigmoid(margins_B), margins_B
+        return -jax.nn.log_sigmoid(margins_B), {"margin": margins_B}
 
     return _loss(of)
 
@@ -136,13 +137,52 @@ def orpo(*, beta: float = 0.1) -> LossFunction:
     """
     check(beta)
 
-    def of(log_probs_BS: Array, counts_BS: Array) -> tuple[Array, Array]:
-        mean_BS = jnp.minimum(log_probs_BS / jnp.maximum(counts_BS, 1), -1e-6)  # p < 1
+    def of(log_probs_BS: Array, batch: Batch) -> tuple[Array, Metrics]:
+        mean_BS = jnp.minimum(log_probs_BS / _counts(batch), -1e-6)  # p < 1
         odds_BS = mean_BS - _log_one_minus_exp(mean_BS)
         margins_B = odds_BS[:, 0] - odds_BS[:, 1]
-        return -mean_BS[:, 0] - beta * jax.nn.log_sigmoid(margins_B), margins_B
+        return -mean_BS[:, 0] - beta * jax.nn.log_sigmoid(margins_B), {"margin": margins_B}
 
     return _loss(of)
+
+
+def kto(
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    reference: Reference = "batch",
+) -> LossFunction:
+    """Kahneman-Tversky optimisation (Ethayarajh et al. 2024), of single answers that are labelled.
+
+    A row has an example as segment 1, its prompt with the answer to another one as segment 2, and
+    in `labels`, int32[batch], 1 where the answer is desirable, or 0. With z, the mean of
+    log π/π₀ over the second segments of the whole batch, 0 if that is negative, and no gradient,
+    the loss of an example is weight · σ(-m), of the margin m = beta · (log π/π₀ - z) of a desirable
+    answer, and of its opposite for another one. Options and metrics are `dpo`'s, with `kl`, which
+    is z, and `log_prob` and `mismatched_log_prob` of the segments.
+
+    As the batch has one z, a step takes it whole: it refuses `accumulate`.
+
+    Raises:
+        ValueError: as of `dpo`; a weight is negative; at a call, a batch without `labels`.
+    """
+    check(beta)
+    weights = {"desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
+    for name, x in weights.items():
+        require(x >= 0, f"{name}={x}: must not be negative; 1 is the loss as it is")
+
+    def of(ratios_BS: Array, batch: Batch) -> tuple[Array, Metrics]:
+        losses.check_names(batch, "labels")
+        count = jnp.maximum(is_pair(batch).sum().astype(jnp.float32), 1)
+        kl = jax.lax.stop_gradient(jnp.maximum(ratios_BS[:, 1].sum() / count, 0.0))
+        is_good_B, above_B = batch["labels"] == 1, beta * (ratios_BS[:, 0] - kl)
+        margins_B = jnp.where(is_good_B, above_B, -above_B)
+        weights_B = jnp.where(is_good_B, desirable_weight, undesirable_weight)
+        metrics = {"margin": margins_B, "kl": jnp.broadcast_to(kl, margins_B.shape)}
+        return weights_B * jax.nn.sigmoid(-margins_B), metrics
+
+    return losses.of_whole_batch(_loss(of, reference, ("log_prob", "mismatched_log_prob")))
 
 
 def check(beta: float, label_smoothing: float = 0.0) -> None:
@@ -154,13 +194,15 @@ def check(beta: float, label_smoothing: float = 0.0) -> None:
     )
 
 
-def _loss(of: OfPairs, reference: Reference | None = None) -> LossFunction:
+def _loss(
+    of: OfPairs,
+    reference: Reference | None = None,
+    sides: tuple[str, str] = ("chosen_log_prob", "rejected_log_prob"),
+) -> LossFunction:
     require(reference in ("batch", "base", None), f"reference={reference!r}: choose batch or base")
 
     @losses.OF_TOKENS
-    def loss(
-        model: PyTree, batch: dict[str, Array], key: Array | None
-    ) -> tuple[Array, Array, Metrics]:
+    def loss(model: PyTree, batch: Batch, key: Array | None) -> tuple[Array, Array, Metrics]:
         losses.check_names(batch, "tokens", "targets", "weights", "segment_ids", "positions")
         if reference == "batch" and "reference" not in batch:
             raise ValueError(
@@ -168,7 +210,7 @@ def _loss(of: OfPairs, reference: Reference | None = None) -> LossFunction:
                 "the reference model ahead (PairDataset.with_reference), or train adapters with "
                 "reference='base'"
             )
-        is_pair_B, counts_BS = is_pair(batch), _answers(batch).sum(-1)
+        is_pair_B = is_pair(batch)
         readout, x_BTE = losses.readout_and_input(model, batch, key)
         reference_BS = jnp.float32(0)
         if reference == "base":
@@ -178,13 +220,9 @@ def _loss(of: OfPairs, reference: Reference | None = None) -> LossFunction:
 
         def sums(log_probs_BT: Array) -> tuple[Array, Metrics]:
             log_probs_BS = _of_answers(log_probs_BT, batch)
-            losses_B, margins_B = of(log_probs_BS - reference_BS, counts_BS)
-            metrics = {
-                "accuracy": (margins_B > 0).astype(jnp.float32),
-                "margin": margins_B,
-                "chosen_log_prob": log_probs_BS[:, 0],
-                "rejected_log_prob": log_probs_BS[:, 1],
-            }
+            losses_B, metrics = of(log_probs_BS - reference_BS, batch)
+            metrics["accuracy"] = (metrics["margin"] > 0).astype(jnp.float32)
+            metrics |= dict(zip(sides, log_probs_BS.T, strict=True))
             summed = lambda x_B: jnp.where(is_pair_B, x_B, 0.0).sum()  # noqa: E731
             return summed(losses_B), {name: summed(x_B) for name, x_B in metrics.items()}
 
@@ -194,14 +232,14 @@ def _loss(of: OfPairs, reference: Reference | None = None) -> LossFunction:
     return losses.keeps_dtype("reference")(loss) if reference == "batch" else loss
 
 
-def log_probabilities(model: PyTree, batch: dict[str, Array]) -> Float[Array, "batch 2"]:
+def log_probabilities(model: PyTree, batch: Batch) -> Float[Array, "batch 2"]:
     """The log-probability of each answer of a batch in nats, without dropout and a gradient."""
     return _of_answers(scoring.of_tokens(model, batch), batch)
 
 
 @losses.OF_TOKENS
 def reference_values(
-    model: PyTree, batch: dict[str, Array], key: Array | None
+    model: PyTree, batch: Batch, key: Array | None
 ) -> tuple[Array, Array, Metrics]:
     """No loss, and `log_probabilities` as a metric `reference`, for `make_eval_step`."""
     weight = is_pair(batch).sum().astype(jnp.float32)
@@ -210,18 +248,22 @@ def reference_values(
     return jnp.float32(0), weight, {"reference": of_pairs}
 
 
-def is_pair(batch: dict[str, Array]) -> Bool[Array, "batch"]:
-    """Whether a row has a pair."""
+def is_pair(batch: Batch) -> Bool[Array, "batch"]:
     """Whether a row has a pair."""
     return (batch["segment_ids"] == 2).any(1)
 
 
-def _of_answers(log_probs_BT: Array, batch: dict[str, Array]) -> Float[Array, "batch 2"]:
+def _of_answers(log_probs_BT: Array, batch: Batch) -> Float[Array, "batch 2"]:
     answers_BST = _answers(batch)
     return jnp.where(answers_BST > 0, answers_BST * log_probs_BT[:, None], 0.0).sum(-1)
 
 
-def _answers(batch: dict[str, Array]) -> Float[Array, "batch 2 seq"]:
+def _counts(batch: Batch) -> Float[Array, "batch 2"]:
+    """The numbers of the answers' tokens; 1 of no answer."""
+    return jnp.maximum(_answers(batch).sum(-1), 1)
+
+
+def _answers(batch: Batch) -> Float[Array, "batch 2 seq"]:
     """The weights of the answers' tokens: of the chosen ones, and of the rejected ones."""
     segments = jnp.asarray([[1], [2]], batch["segment_ids"].dtype)[None]
     is_side_BST = batch["segment_ids"][:, None] == segments

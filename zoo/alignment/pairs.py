@@ -4,11 +4,13 @@ A pair is two neighbouring documents of a corpus, the chosen example first.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float32, Int64
+from jaxtyping import Float32, Int, Int64, Shaped
 
 from zoo.data.corpus import Corpus, Piece
 from zoo.data.datasets import HostBatch, Row
@@ -20,7 +22,8 @@ class PairDataset(BucketedDataset):
     """One pair per row, in two segments: 1 is the chosen example, 2 the rejected one.
 
     `corpus` has the two examples of pair i as its documents 2i and 2i + 1. A batch is a
-    `BucketedDataset`'s, of whole pairs, with `reference`, float32[batch, 2], once `with_reference`.
+    `BucketedDataset`'s, of whole pairs, with `reference`, float32[batch, 2], once `with_reference`,
+    and `labels`, int32[batch], once `with_labels`.
     A pair too long for the largest bucket is an error, or its longer example is truncated, then
     both. One whose examples do not differ then, or have no token that counts, is left out, with a
     warning.
@@ -30,8 +33,9 @@ class PairDataset(BucketedDataset):
     """
 
     unit = "examples"
-    reference: Float32[np.ndarray, "pairs 2"] | None = None
-    """Log-probabilities of the chosen and the rejected examples under a reference model."""
+    columns: Mapping[str, Shaped[np.ndarray, "pairs *_"]] = MappingProxyType({})
+    """Further values of pairs, by their names in a batch."""
+    _owner: "PairDataset | None" = None
 
     def _cut(self, longest: int, too_long: str, room: str, left_out: list[str]) -> Iterator[Rows]:
         """The pairs as rows (pair, 0, length), slice by slice."""
@@ -102,29 +106,45 @@ class PairDataset(BucketedDataset):
         return np.asarray([row[0].document // 2 if row else -1 for row in pieces])
 
     def with_reference(self, reference: Float32[np.ndarray, "pairs 2"]) -> "PairDataset":
-        """The same dataset, whose batches have their rows of `reference` too."""
-        if reference.shape != (self.num_pairs, 2):
-            raise ValueError(f"reference{reference.shape}: there are {self.num_pairs} pairs")
+        """The same dataset, whose batches have their rows of `reference` too: the log-probabilities
+        of the chosen and the rejected examples under a reference model."""
+        return self._with("reference", reference.astype(np.float32), (2,))
+
+    def with_labels(self, labels: Int[np.ndarray, "pairs"]) -> "PairDataset":
+        """The same dataset, whose batches have the `labels` of their rows too."""
+        return self._with("labels", labels.astype(np.int32), ())
+
+    def _with(self, name: str, values: np.ndarray, shape: tuple[int, ...]) -> "PairDataset":
+        if values.shape != (self.num_pairs, *shape):
+            raise ValueError(f"{name}{values.shape}: there are {self.num_pairs} pairs")
         dataset = copy.copy(self)
-        dataset.reference = reference
+        dataset.columns = {**self.columns, name: values}
+        dataset._owner = self  # the index of rows on disk goes with it
         return dataset
 
     def _content(self) -> Iterator[Any]:
         yield from super()._content()
-        yield self.reference
+        yield from self.columns.values() or [None]
 
     def row(self, bucket: int) -> Row:
         """The arrays of one row of a bucket."""
-        more: Row = {} if self.reference is None else {"reference": ((2,), np.float32)}
+        more: Row = {name: (x.shape[1:], x.dtype.type) for name, x in self.columns.items()}
         return super().row(bucket) | more
 
     def _build(self, k: int, rows: range) -> HostBatch:
         batch = super()._build(k, rows)
-        if self.reference is not None:
+        if self.columns:
             pairs = self.pairs(k)[rows.start : rows.stop : rows.step]
-            of_rows = np.where(pairs[:, None] >= 0, self.reference[pairs], 0)
-            batch["reference"] = of_rows.astype(np.float32)
+            for name, values in self.columns.items():
+                batch[name] = values[pairs]
+                batch[name][pairs < 0] = 0
         return batch
+
+
+def labelled_examples(corpus: Corpus, *options: Any, cache: Path | None = None) -> PairDataset:
+    """One example per row, as segment 1, its prompt with another's answer as segment 2, and in
+    `labels` whether its answer is desirable: the rows of `unpaired` preferences."""
+    return PairDataset(corpus, *options, cache=cache).with_labels(corpus.labels()[::2])
 
 
 def _fitting(lengths: Int64[np.ndarray, "pairs 2"], longest: int) -> Int64[np.ndarray, "pairs 2"]:

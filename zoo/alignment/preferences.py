@@ -15,7 +15,17 @@ from jax.experimental import multihost_utils
 from jaxtyping import Float32, PyTree
 
 from zoo.alignment import reward_model
-from zoo.alignment.pair_losses import Reference, apo, check, dpo, ipo, orpo, reference_values, simpo
+from zoo.alignment.pair_losses import (
+    Reference,
+    apo,
+    check,
+    dpo,
+    ipo,
+    kto,
+    orpo,
+    reference_values,
+    simpo,
+)
 from zoo.alignment.pair_losses import log_probabilities as log_probabilities
 from zoo.alignment.pairs import PairDataset
 from zoo.alignment.reward_model import Scorer as Scorer
@@ -27,6 +37,7 @@ from zoo.runs.config import Config as RunConfig
 from zoo.runs.processes import RunError
 from zoo.runs.run import Run
 from zoo.tasks import finetuning, language
+from zoo.tasks.finetuning.config import PREFERENCES
 from zoo.training import optimizers
 from zoo.training.description import Training
 from zoo.training.loss_values import LossFunction
@@ -36,12 +47,15 @@ REFERENCE = "reference"  # a folder of the run
 
 @dataclass(frozen=True, kw_only=True)
 class Config(finetuning.Config):
-    """The fields of fine-tuning, and of its loss where the data are pairs of answers."""
+    """The fields of fine-tuning, and of its loss where the data are preferences."""
 
-    objective: Literal["dpo", "ipo", "apo_zero", "apo_down", "orpo", "simpo", "reward"] = "dpo"
+    objective: Literal["dpo", "ipo", "apo_zero", "apo_down", "orpo", "simpo", "kto", "reward"] = (
+        "dpo"
+    )
     """Loss of preferences: DPO, IPO or APO (for chosen answers better than the model's, or worse),
-    whose reference is the model to begin with; or ORPO or SimPO, which have none; or a reward
-    model's (reward), which puts a new head on the model, by which answers have a score."""
+    whose reference is the model to begin with; or ORPO or SimPO, which have none; or KTO, of
+    answers with a label each (data.format unpaired); or a reward model's (reward), which puts a new
+    head on the model, by which answers have a score."""
     beta: float = 0.1
     """Of a loss with a reference, the strength of the pull to it; of ORPO, the weight of the odds
     ratio; of SimPO, the factor of the answers' log-probabilities, usually 2."""
@@ -49,6 +63,10 @@ class Config(finetuning.Config):
     """Of SimPO, the margin between the answers."""
     label_smoothing: float = 0.0
     """Share of the preferences that DPO takes to be the wrong way round."""
+    desirable_weight: float = 1.0
+    """Of KTO, the weight of desirable answers."""
+    undesirable_weight: float = 1.0
+    """Of KTO, the weight of undesirable answers, for data that has more of one kind."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,6 +75,8 @@ class Config(finetuning.Config):
             "beta": self.objective != "reward",
             "gamma": self.objective == "simpo",
             "label_smoothing": self.objective == "dpo",
+            "desirable_weight": self.objective == "kto",
+            "undesirable_weight": self.objective == "kto",
         }
         names = [x for x in ("objective", *has) if getattr(self, x) != getattr(Config, x)]
         given = {name: f"{name}={getattr(self, name)!r}" for name in names}
@@ -65,16 +85,27 @@ class Config(finetuning.Config):
                 has.get(name, True),
                 f"{told}: objective={self.objective!r} has none; leave it out",
             )
+        wanted = "unpaired" if self.objective == "kto" else "preferences"
         require(
-            self.data.format == "preferences" or not given,
-            f"{', '.join(given.values())}: only data.format='preferences' (now "
+            self.data.format == wanted or not given,
+            f"{', '.join(given.values())}: only data.format={wanted!r} (now "
             f"{self.data.format!r}) has that",
+        )
+        require(
+            self.data.format != "unpaired" or self.objective == "kto",
+            f"data.format='unpaired': objective={self.objective!r} needs pairs; give "
+            "objective='kto'",
+        )
+        require(
+            self.objective != "kto" or self.accumulate == 1,
+            f"accumulate={self.accumulate}: objective='kto' has a mean over the whole batch in "
+            "each row's loss; give accumulate=1, and fewer rows if they need too much memory",
         )
 
 
 def train(run: Run[Config], base: finetuning.Base, data: text.Text) -> None:
-    """Fine-tune a language model, on pairs of answers where the data are some; save and show it."""
-    pairs = run.config.data.format == "preferences"
+    """Fine-tune a language model, on preferences where the data are some; save and show it."""
+    pairs = run.config.data.format in PREFERENCES
     if run.config.objective == "reward":
         return reward_model.train(run, base, data)
     describe = functools.partial(training, base) if pairs else language.training
@@ -116,6 +147,13 @@ def loss_of(config: Config) -> LossFunction:
             return orpo(beta=beta)
         case "simpo":
             return simpo(beta=beta, gamma=config.gamma)
+        case "kto":
+            return kto(
+                beta=beta,
+                desirable_weight=config.desirable_weight,
+                undesirable_weight=config.undesirable_weight,
+                reference=reference,
+            )
         case "ipo":
             return ipo(beta=beta, reference=reference)
         case "apo_zero":

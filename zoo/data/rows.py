@@ -5,7 +5,7 @@ An example is made of parts (text, whether it counts in the loss); a row may be 
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
@@ -26,7 +26,7 @@ from zoo.data.tags import MOST, of_tags
 from zoo.data.tokenizer import Tokenizer, end_id, reading, unframed
 
 Counted = tuple[np.ndarray, np.ndarray]  # ids, and whether each of them counts
-Format = Literal["completions", "chats", "preferences", "tags"]
+Format = Literal["completions", "chats", "preferences", "unpaired", "tags"]
 
 
 class Form(NamedTuple):
@@ -48,6 +48,7 @@ class Form(NamedTuple):
 
 
 SIDES = ("chosen", "rejected")
+LABELS = ["false", "true"]  # of unpaired answers
 ALPACA = (
     "Below is an instruction that describes a task{}. Write a response that appropriately "
     "completes the request.\n\n### Instruction:\n{}\n\n{}### Response:\n"
@@ -213,6 +214,10 @@ FORMS: dict[Format, tuple[Form, ...]] = {
         Form("texts without a prompt", SIDES, False, False, pair_of_texts),
         Form("messages without a prompt", SIDES, True, True, pair_of_messages),
     ),
+    "unpaired": (
+        Form("texts", ("prompt", "completion", "label"), False, False, of_texts),
+        Form("messages", ("prompt", "completion", "label"), True, True, of_messages),
+    ),
     "tags": (Form("words, or letters", ("text", "tags"), True, False, of_tags),),
 }
 """The forms that a format takes, the first that fits a row before the others."""
@@ -235,6 +240,8 @@ class Row(NamedTuple):
     record: int
     form: Form
     examples: list[list[Part]]
+    label: str | None = None
+    """Of an unpaired answer, "true" where it is desirable, or "false"."""
 
 
 def read_rows(
@@ -275,9 +282,41 @@ def read_rows(
                     assert make_template is not None, "chats need a template"
                     template = make_template()
                 examples = form.examples(row, template)
+                label = _label(row) if format == "unpaired" else None
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from error
-            yield Row(source, number, form, examples)
+            yield Row(source, number, form, examples, label)
+
+
+def _label(record: Record) -> str:
+    if (label := str(record["label"]).lower()) not in LABELS:
+        raise ValueError(f"'label' is {record['label']!r:.80}: give true or false")
+    return label
+
+
+def mismatched(rows: Iterable[Row]) -> Iterator[Row]:
+    """Rows, each with a second example, its own prompt and the answer of the row before it; the
+    first has that of the last.
+
+    Raises:
+        ValueError: there is one row alone.
+    """
+    rows = iter(rows)
+    first = before = next(rows, None)
+    if first is None or before is None:
+        return
+    for row in rows:
+        yield _with_answer(row, before)
+        before = row
+    if before is first:
+        raise ValueError("one unpaired answer alone: it needs another's in its place; give more")
+    yield _with_answer(first, before)
+
+
+def _with_answer(row: Row, other: Row) -> Row:
+    [own], [others] = row.examples, other.examples
+    begin_of = lambda parts: [bool(counts) for _, counts in parts].index(True)  # noqa: E731
+    return row._replace(examples=[own, own[: begin_of(own)] + others[begin_of(others) :]])
 
 
 def tags_in(files: str, names: Mapping[str, str]) -> list[str]:

@@ -238,11 +238,11 @@ def prepared_text(config: Source, prepared: Prepared, *, seed: int, closed: bool
         rows = manifest.options.get("rows", {}).get("format", "")
         if rows == "tags":
             return TaggedDataset(corpus, *bucketed, cache=config.cache)
-        if manifest.classes:
+        kind = plugins.find("zoo.row_datasets", rows)
+        if manifest.classes and kind is None:
             labels = corpus.labels()
             return LabelledDataset(corpus, labels, *bucketed, closed=closed, cache=config.cache)
-        kind = plugins.find("zoo.row_datasets", rows) or BucketedDataset
-        return kind(corpus, *bucketed, cache=config.cache)
+        return (kind or BucketedDataset)(corpus, *bucketed, cache=config.cache)
 
     train, held_out = dataset(prepared.train), dataset(prepared.held_out)
     found = described(manifest.special_tokens, prepared.reading == "parse")

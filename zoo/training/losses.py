@@ -40,6 +40,12 @@ def keeps_dtype(*names: str | int) -> Callable[[Function], Function]:
     return decorate
 
 
+def of_whole_batch(loss_fn: Function) -> Function:
+    """A decorator of a loss whose rows depend on each other: a step of microbatches refuses it."""
+    setattr(loss_fn, "of_whole_batch", True)  # noqa: B010
+    return loss_fn
+
+
 def accepts(**values: range | str | tuple[str, ...] | None) -> Callable[[Function], Function]:
     """A decorator of a loss: the values that entries of its batches may have, which are checked.
 

@@ -34,6 +34,7 @@ from zoo.training.loss_values import (
     STEP_NAMES,
     LossFunction,
     loss_values,
+    unwrapped,
 )
 from zoo.training.state import (
     Trainable,
@@ -92,11 +93,12 @@ def make_train_step(
     Raises:
         TypeError: `optimizer` is not an optax transformation; at the first call, a loss function
             that returns something else, or no new State.
-        ValueError: `accumulate`, `clip_norm` or `precision` out of range, or a precision or flags
-            that the devices lack; at a call, rows that do not divide; at the first call, the state
-            of another optimizer, a metric whose name is taken or that is no number, a total that is
-            no sum, a State of other shapes or dtypes, a batch without an entry that the loss names,
-            or "int8" for a model that multiplies nothing in it.
+        ValueError: `accumulate`, `clip_norm` or `precision` out of range, a precision or flags that
+            the devices lack, or microbatches of a loss that needs the whole batch; at a call, rows
+            that do not divide; at the first call, the state of another optimizer, a metric whose
+            name is taken or that is no number, a total that is no sum, a State of other shapes or
+            dtypes, a batch without an entry that the loss names, or "int8" for a model that
+            multiplies nothing in it.
         ShardingError: at the first call, a pattern of a layout's `axes` that names nothing.
     """
     layout = sharding.layout_of(mesh)
@@ -106,6 +108,11 @@ def make_train_step(
     require(
         clip_norm is None or clip_norm > 0,
         f"clip_norm={clip_norm}: must be positive, or None for no clipping",
+    )
+    require(
+        accumulate == 1 or not any(hasattr(x, "of_whole_batch") for x in unwrapped(loss_fn)),
+        f"accumulate={accumulate}: the loss has a mean over the whole batch in each row's, and "
+        "microbatches would each have their own; take accumulate=1",
     )
     maths = _Maths(loss_fn, optimizer, layout.mesh, precision, accumulate, clip_norm, trainable)
     checks = Checks(loss_fn, precision, clip_norm)

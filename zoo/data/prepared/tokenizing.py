@@ -18,7 +18,7 @@ from zoo.common import files
 from zoo.data.chats import ChatTemplate, Part
 from zoo.data.documents import functions_of
 from zoo.data.prepared import format, hashes
-from zoo.data.rows import Counted, Form, RowOptions, encode_parts, read_rows
+from zoo.data.rows import Counted, Form, RowOptions, encode_parts, mismatched, read_rows
 from zoo.data.special_tokens import AS_TEXT
 from zoo.data.splits import Given, SourceDocument, Split, read_split
 from zoo.data.tags import encode_tags
@@ -146,12 +146,14 @@ def _examples(split: Split | Given, spec: Spec, tokenizer: Tokenizer) -> Iterato
         assert isinstance(split, Split)
         now = None if spec.rows["now"] is None else datetime.fromisoformat(spec.rows["now"])
         make = functools.partial(ChatTemplate, tokenizer, now, spec.special_tokens or "text")
-        for row in read_rows(split, spec.rows["format"], make, spec.rows["names"]):
-            content = json.dumps(row.examples).encode()
+        found = read_rows(split, spec.rows["format"], make, spec.rows["names"])
+        for row in mismatched(found) if spec.rows["format"] == "unpaired" else found:
+            labels = [] if row.label is None else [row.label]
+            content = json.dumps([*row.examples, *labels]).encode()
             for number, parts in enumerate(row.examples):
                 text = "".join(text for text, _ in parts)
                 hashed = hashes.hash_of(content, number.to_bytes(4, "big"))
-                document = SourceDocument(row.source, row.record, text)
+                document = SourceDocument(row.source, row.record, text, row.label)
                 yield _Example(document, parts, hashed, form=row.form)
         return
     for document, part in _documents(split, spec):
@@ -230,10 +232,9 @@ class _Writer:
 
     def _encoded(self, batch: list[_Example]) -> Iterator[Counted]:
         if (rows := self._spec.rows) is not None:
-            classes = rows.get("classes")
             for example in batch:
-                if classes:
-                    yield encode_tags(self._tokenizer, example.parts, classes)
+                if rows["format"] == "tags":
+                    yield encode_tags(self._tokenizer, example.parts, rows["classes"])
                 else:
                     yield encode_parts(self._tokenizer, example.parts, is_chat=self.done.framed)
             return

@@ -19,17 +19,19 @@ from zoo.training import optimizers
 from zoo.wrappers.classifier import Pooling
 from zoo.wrappers.lora import Config as LoraConfig
 
+PREFERENCES = ("preferences", "unpaired")  # formats that have two examples per row
+
 
 @dataclass(frozen=True)
 class Data(text.Source):
     """Text to fine-tune on, in the tokens of the model's own tokenizer."""
 
-    format: Literal["text", "completions", "chats", "preferences", "tags"] = "text"
+    format: Literal["text", "completions", "chats", "preferences", "unpaired", "tags"] = "text"
     """text; or rows (.jsonl, .json, .csv, .parquet) of prompts with completions, which alone count
     in the loss; or of chats, by the tokenizer's own template, in which the assistant's answers
-    count; or of preferences, each a prompt, chosen and rejected; or of tags, by --label, one for
-    each word of a list or each letter of a text. The columns show the form: texts or messages,
-    ShareGPT's or Alpaca's."""
+    count; or of preferences, each a prompt, chosen and rejected, or unpaired, a prompt, completion
+    and label (true or false); or of tags, by --label, one for each word of a list or each letter of
+    a text. The columns show the form: texts or messages, ShareGPT's or Alpaca's."""
     rows: Literal["packed", "bucketed"] | None = None  # type: ignore[assignment]
     """Documents packed into rows of seq_len, prompts in one piece; or each in a row of its own, cut
     and padded to the next of the buckets. If not given, packed, and bucketed for preferences and
@@ -53,8 +55,8 @@ class Data(text.Source):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
-            self.format != "preferences" or self.rows != "packed",
-            "data.rows='packed': a pair of preferences has a row of its own; give 'bucketed'",
+            self.format not in PREFERENCES or self.rows != "packed",
+            f"data.rows='packed': {self.format!r} have rows of their own; give 'bucketed'",
         )
 
 
@@ -153,7 +155,7 @@ class Config(RunConfig):
         if isinstance(optimizer, Optimizer):
             optimizer = optimizer.completed(self.method, stored.get("optimizer", {}))
         if isinstance(data, Data):
-            of_rows = data.format == "preferences" or self.label is not None
+            of_rows = data.format in PREFERENCES or self.label is not None
             rows = data.rows or ("bucketed" if of_rows else "packed")
             data = dataclasses.replace(data, rows=rows)
         return dataclasses.replace(self, data=data, optimizer=optimizer)

@@ -25,7 +25,7 @@ from zoo.runs.metrics import read_metrics
 from zoo.runs.run import Run
 from zoo.tasks import classification, language
 from zoo.tasks.finetuning.base import Base, merge, prepare
-from zoo.tasks.finetuning.config import Config, Data
+from zoo.tasks.finetuning.config import PREFERENCES, Config, Data
 from zoo.training import optimizers
 from zoo.training.description import Training
 from zoo.wrappers import lora
@@ -80,10 +80,12 @@ def _open_rows(run: Run[Config], format: Any, tokenizer: Tokenizer, label: str |
     if label is not None:
         given["names"] = {"text": config.field, "tags": label}
         given["classes"] = rows.tags_in(config.files, given["names"])
+    if format == "unpaired":
+        given["classes"] = rows.LABELS
     prepared = text.open_text(config, Data(), tokenizer, rows=given)
     manifest = prepared.manifest
     count = sum(manifest.total(part).documents for part in ("train", "held_out"))
-    count //= 2 if format == "preferences" else 1
+    count //= 2 if format in PREFERENCES else 1
     run.say(f"{count:,} examples of {format}: {manifest.form}")
     return prepared
 
@@ -110,9 +112,9 @@ def train(
     """
     config, format = run.config, run.config.data.format
     require(
-        format != "preferences" or describe is not language.training,
-        "data.format='preferences': the next token of pairs is no preference; give `describe` the "
-        "training on pairs, as recipes.finetune does",
+        format not in PREFERENCES or describe is not language.training,
+        f"data.format={format!r}: the next token is no preference; give `describe` the training on "
+        "preferences, as recipes.finetune does",
     )
     is_chat = format != "text" and data.train.corpus.framed
     turns = ChatTemplate(base.tokenizer).ends_of_turn if is_chat else ()
