@@ -170,10 +170,15 @@ def test_the_survey_of_all_types_has_the_ones_that_open():
     lines = (GOLDEN.parent / "survey.txt").read_text().splitlines()[:-1]
     found = dict(line.split(maxsplit=1) for line in lines)
     opened = {kind for kind, text in found.items() if text.startswith("opened")}
-    known = {kind for kind in found if kind in MODEL_TYPES}
-    # Transformers' own code of xLSTM does not run in these sizes; GPT-SW3 calls itself gpt2.
-    assert known - {"xlstm"} == opened - {"gpt-sw3"}
-    assert len(opened) > 50
+    known = {*MODEL_TYPES, *(family.within for family in MODEL_TYPES.values())}
+    assert opened - {"gpt-sw3"} == known & found.keys()  # which calls itself gpt2
+    assert len(opened) > 60
+    for kind in opened:  # logits, gradient, continuation, export, adapters from PEFT and to it
+        columns = found[kind].split(", ")[1:]
+        lacks = ["gradient", "tokens"] if kind == "xlstm" else []  # nor has transformers
+        lacks += ["tokens"] if kind in ("bert", "roberta") else []
+        assert (columns[1] == "-", columns[2] == "-") == ("gradient" in lacks, "tokens" in lacks)
+        assert all(float(x) < 1e-4 for x in (columns[0], *columns[4:])), kind
     assert not [text for text in found.values() if text.startswith("WRONG")]
 
 
