@@ -50,7 +50,7 @@ def test_the_same_tokens_without_zoo(tmp_path: Path, kind: str):
     [ours] = zoo.generate(model, [prompt], max_new_tokens=24, temperature=0.0)
     wanted = ours[17:]
     if kind == "transformer":
-        end = max(wanted, key=wanted.index)  # the last one that is new
+        end = max(wanted[:20], key=wanted.index)  # the last one of these that is new
         wanted = wanted[: wanted.index(end) + 1]
         config = transformer.Config(**SIZES, eos_ids=(end,))
         like = transformer.Transformer(config, key=KEY)
