@@ -7,6 +7,7 @@ import pytest
 
 from zoo.planning import collectives, costs, hlo, roofline, targets
 from zoo.planning.collectives import Collective, Topology, groups, pairs
+from zoo.planning.efficiency import EFFICIENCIES, PEAKS, Efficiency, efficiency
 from zoo.training import chips
 
 # Round numbers: 1 TFLOP/s, 1 GB/s of memory, and four links of 0.25 GB/s each.
@@ -256,11 +257,11 @@ HEAD = """HloModule m, is_scheduled=true, num_partitions=2
 SECONDS = {"product": 12e-3, "copy": 8e-3, "gather": 4e6 / 0.25e9}  # the product is bound by memory
 
 
-def timed(body, head=HEAD, kernels=None, chip=CHIP, products=1.0):
+def timed(body, head=HEAD, kernels=None, chip=CHIP, shares=PEAKS, row=1):
     text = head + "ENTRY %main (p: f32[1000,1000]) -> f32[1000,1000] {\n"
     text += "  %p = f32[1000,1000] parameter(0)\n" + body + "}\n"
     where = dataclasses.replace(LINE, chip=chip)
-    return roofline.times(hlo.read(text), where, kernels or {}, products)
+    return roofline.times(hlo.read(text), where, kernels or {}, shares, row)
 
 
 GROUPS = "channel_id=1, replica_groups={{0,1}}, dimensions={0}\n"
@@ -372,18 +373,66 @@ def test_kernels_take_their_time_where_they_are_called():
     assert timed(START + call + DONE, kernels=kernels).links == 0
     twice = call + call.replace(".1", ".2")
     assert timed(twice, kernels=kernels).seconds == pytest.approx(0.05)  # of all calls together
-    # A flash kernel executes its FLOPs at the share of the peak that is known of its chip.
-    flash = timed(call.replace("attend", "splash_mha_fwd"), kernels={"splash_mha_fwd": (1e12, 1.0)})
-    assert flash.compute == pytest.approx(1 / 0.69)
-    unknown = dataclasses.replace(CHIP, name="h100")
-    assert roofline.flash_share("splash_mha_fwd", unknown) == 1
-    assert roofline.flash_share("gmm", CHIP) is None
-    # Other kernels, and products, execute theirs at the share that is measured of products.
-    flash = timed("", kernels={"splash_mha_fwd": (1e12, 1.0), "gmm": (1e12, 1.0)}, products=0.5)
-    assert flash.compute == pytest.approx(1 / 0.69 + 2)
-    fast = dataclasses.replace(CHIP, bandwidth=1e15)
-    at_peak = timed(PRODUCT, chip=fast)
-    assert at_peak.compute > 0
-    assert timed(PRODUCT, chip=fast, products=0.5).compute == pytest.approx(2 * at_peak.compute)
     # One that the program does not name is not forgotten.
     assert timed(PRODUCT, kernels=kernels).memory == pytest.approx(0.05 + SECONDS["product"])
+
+
+def test_what_is_measured_of_a_chip_takes_longer_than_its_peaks():
+    shares = Efficiency(
+        products=((500, 0.25), (2000, 0.75)), flash=((4096, 0.2), (8192, 0.4)), grouped=0.5,
+        memory=0.8, links=0.5, start=1e-3, per_key=1e-6, per_number=2e-6,
+    )  # fmt: skip
+    fast = dataclasses.replace(CHIP, bandwidth=1e15)
+    assert timed(PRODUCT, chip=fast, shares=shares).compute == pytest.approx(2e-3 / 0.5)
+    found = [shares.of_product(2.0 * n**3) for n in (10, 500, 2000, 9000)]
+    assert found == pytest.approx([0.25, 0.25, 0.75, 0.75])
+    assert timed(PRODUCT, shares=shares).memory == pytest.approx(SECONDS["product"] / 0.8)
+    assert timed(GATHER, shares=shares).links == pytest.approx(1e-3 + SECONDS["gather"] / 0.5)
+    kernels = {"splash_mha_fwd": (1e12, 1.0), "gmm": (1e12, 1.0), "other": (1e12, 1.0)}
+    for row, share in ((4096, 0.2), (5793, 0.3), (2**17, 0.4)):
+        found = timed("", kernels=kernels, shares=shares, row=row).compute
+        assert found == pytest.approx(1 / share + 1 / 0.5 + 1 / 0.75, rel=1e-3)
+    bound = timed("", kernels=kernels, shares=shares.best_flash, row=4096)
+    assert bound.compute == pytest.approx(1 / 0.4 + 2)
+    one = "%k = s32[1000,1000] iota(), iota_dimension=0\n"
+    order = "%s = (s32[1000,1000], f32[1000,1000]) sort(%k, %p), dimensions={0}, to_apply=%less\n"
+    assert timed(one + order, shares=shares).memory == pytest.approx(1.0)
+    pick = "%g = f32[3000] gather(%p, %k), slice_sizes={{{}}}\n"
+    assert timed(one + pick.format("1,1"), shares=shares).memory == pytest.approx(6e-3)
+    rows = timed(one + pick.format("1,1000"), shares=shares).memory
+    assert rows == timed(one + pick.format("1,1000"), shares=PEAKS).memory / 0.8
+    assert all(x.products[-1][1] <= 1 and x.links < 1 and x.per_key for x in EFFICIENCIES.values())
+    assert efficiency(CHIP) is EFFICIENCIES["v5e"]
+    assert efficiency(dataclasses.replace(CHIP, name="h100")) is PEAKS
+
+
+def test_another_core_moves_data_beside_this_one():
+    """As a tpu7x has collectives and copies, in calls that it starts and ends."""
+    called = """%called (c: f32[1000,1000]) -> f32[{rows},1000] {{
+  %c = f32[1000,1000] parameter(0)
+  ROOT %inner = {inner}
+}}, execution_thread="sparsecore"
+
+"""
+    start = (
+        "%s = ((f32[1000,1000]), f32[{rows},1000]) call-start(%p), "
+        'async_execution_thread="sparsecore", to_apply=%called\n'
+    )
+    done = "%g = f32[{rows},1000] call-done(%s)\n"
+    gather = {"rows": 2000, "inner": GATHER.partition("= ")[2].replace("%p", "%c").strip()}
+    copy = {"rows": 1000, "inner": "f32[1000,1000] copy(%c)"}
+    for found, taken in ((gather, SECONDS["gather"]), (copy, SECONDS["copy"])):
+        head = HEAD + called.format(**found)
+        start_, done_ = start.format(**found), done.format(**found)
+        assert timed(start_ + done_ + PRODUCT, head).seconds == pytest.approx(
+            taken + SECONDS["product"]
+        )
+        fast = dataclasses.replace(CHIP, flops=1e11)  # 20 ms of products
+        beside = timed(start_ + PRODUCT + done_, head, chip=fast).seconds
+        assert beside == pytest.approx(max(taken, 20e-3))
+    alone = timed(start.format(**gather) + done.format(**gather), HEAD + called.format(**gather))
+    assert alone.links == pytest.approx(SECONDS["gather"])
+    text = HEAD + called.format(**gather) + "ENTRY %m (p: f32[1000,1000]) -> f32[2000,1000] {\n"
+    text += "  %p = f32[1000,1000] parameter(0)\n" + start.format(**gather) + done.format(**gather)
+    (found,) = collectives.collectives(hlo.read(text + "}\n"))
+    assert (found.kind, found.bytes, found.times) == ("all-gather", 4e6, 1)

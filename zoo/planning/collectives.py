@@ -79,7 +79,7 @@ def within(instruction: Instruction, is_fused: bool = False) -> dict[str, Collec
     if kind is not None:
         key = channel_of_parts(instruction) or instruction.name
         return {key: _collective(instruction, kind, 1, is_fused)}
-    if instruction.opcode not in ("fusion", "async-start"):
+    if instruction.opcode not in ("fusion", "async-start", "call-start"):
         return {}
     found: dict[str, Collective] = {}
     for each in instruction.inside.instructions.values():

@@ -174,30 +174,39 @@ _PASSES = {"high": 3, "highest": 6}  # of bf16, on a TPU
 def flops(instruction: Instruction, of: str = "") -> float:
     """FLOPs of an instruction, or of all instructions in a fusion: two per multiply and add.
 
-    TPUs write a product as a convolution. One of fp32 that is not to be rounded counts as the
-    products of bf16 that they make of it. Kernels are left out: the text says nothing of them.
     `of` is a type of HLO's, such as "s8", that the operands of the products counted have.
     """
+    found = (each for each, type_ in products(instruction) if type_.startswith(of))
+    return sum(found, start=0.0)
+
+
+def products(instruction: Instruction) -> Iterator[tuple[float, str]]:
+    """The FLOPs of each product of an instruction, or of all in a fusion; its operands' type.
+
+    TPUs write a product as a convolution. One of fp32 that is not to be rounded counts as the
+    products of bf16 that they make of it. Kernels are left out: the text says nothing of them.
+    """
     if instruction.opcode == "fusion":
-        return sum(flops(each, of) for each in instruction.inside.instructions.values())
+        for each in instruction.inside.instructions.values():
+            yield from products(each)
+        return
     if instruction.opcode not in ("convolution", "dot", "custom-call") or not instruction.operands:
-        return 0.0
+        return
     operands = instruction.inputs[:2]
-    if not operands[0].type.startswith(of):
-        return 0.0
+    type_ = operands[0].type
     if instruction.opcode == "convolution":
         precision = instruction.attribute(r"operand_precision=\{(\w+)") or ""
-        passes = _PASSES.get(precision, 1) if operands[0].type.startswith("f32") else 1
-        return passes * _convolution([_sizes(x.type) for x in operands], instruction)
+        passes = _PASSES.get(precision, 1) if type_.startswith("f32") else 1
+        yield passes * _convolution([_sizes(x.type) for x in operands], instruction), type_
+        return
     contracted = instruction.attribute(r"lhs_contracting_dims=\{([\d,]*)\}")
     if instruction.opcode == "custom-call":  # of cuBLAS
         found = instruction.attribute(r'lhs_contracting_dimensions":\[([\d,"]*)\]')
         contracted = found and found.replace('"', "")
-    if contracted is None:
-        return 0.0
-    left = _sizes(operands[0].type)
-    inner = math.prod(left[int(axis)] for axis in contracted.split(",") if axis)
-    return 2.0 * inner * math.prod(_sizes(hlo.arrays(instruction.type)[0]))
+    if contracted is not None:
+        left = _sizes(type_)
+        inner = math.prod(left[int(axis)] for axis in contracted.split(",") if axis)
+        yield 2.0 * inner * math.prod(_sizes(hlo.arrays(instruction.type)[0])), type_
 
 
 def _sizes(type_: str) -> list[int]:
@@ -227,3 +236,16 @@ def _convolution(operands: list[list[int]], instruction: Instruction) -> float:
     batch_groups = int(instruction.attribute(r"batch_group_count=(\d+)") or 1)
     rows_of_batch = left[inputs.index("b")] / batch_groups
     return 2.0 * pairs * rows_of_batch * right[kernel.index("i")] * right[kernel.index("o")]
+
+
+def picked(instruction: Instruction) -> tuple[float, float]:
+    """The keys that an instruction sorts, and the single numbers that it gathers by an index."""
+    if instruction.opcode == "fusion":
+        found = [picked(each) for each in instruction.inside.instructions.values()]
+        keys, numbers = (sum(each, start=0.0) for each in zip(*found, strict=True))
+        return keys, numbers
+    if instruction.opcode == "sort":
+        return float(math.prod(_sizes(instruction.inputs[0].type))), 0.0
+    slices = instruction.attribute(r"slice_sizes=\{([\d,]+)\}") or "0"
+    single = instruction.opcode == "gather" and math.prod(map(int, slices.split(","))) == 1
+    return 0.0, float(math.prod(_sizes(instruction.type))) if single else 0.0

@@ -60,7 +60,7 @@ class Instruction:
     @property
     def inside(self) -> "Computation":
         """The computation of a fusion, or of what is started."""
-        return self.called["calls"][0]
+        return next(self.called[kind][0] for kind in ("calls", "to_apply") if kind in self.called)
 
     @functools.cached_property
     def op_name(self) -> str:
@@ -241,7 +241,7 @@ def visits(program: Program) -> Iterator[Visit]:
                     unknown.append(instruction.name)
                 inner.append(walk(called["body"][0], times * (turns or 1), start, here))
             elif not instruction.opcode.endswith(("-done", "-update")):  # it counted at its start
-                applies = instruction.opcode in ("call", "async-start")
+                applies = instruction.opcode in ("call", "call-start", "async-start")
                 kinds = ["calls", *["to_apply"] * applies, *_BRANCHES]
                 within = scope if instruction.opcode == "fusion" else None
                 for each in itertools.chain.from_iterable(called.get(kind, ()) for kind in kinds):

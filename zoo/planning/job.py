@@ -62,10 +62,15 @@ class Job:
         return None if self.training.remat is None else self.training.remat_flag
 
     @property
+    def row(self) -> int:
+        """Tokens in its rows; 1 where they are examples."""
+        data = self.training.data
+        return max(data.buckets) if data.unit == "tokens" else 1
+
+    @property
     def tokens(self) -> int:
         """Tokens (or examples) in that batch."""
-        data = self.training.data
-        return data.batch_size * (max(data.buckets) if data.unit == "tokens" else 1)
+        return self.training.data.batch_size * self.row
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,9 @@ import jax
 from rich.table import Table
 
 from zoo.planning import collectives, targets
+from zoo.planning.efficiency import efficiency
 from zoo.planning.job import Estimate, Memory
-from zoo.planning.roofline import Roofline, efficiency, flash_share, roofline
+from zoo.planning.roofline import Roofline, roofline
 from zoo.runs.command_line import console
 from zoo.training import flags
 
@@ -150,8 +151,8 @@ def _by_op(estimate: Estimate, roof: Roofline) -> Rows:
     def share(seconds: float) -> str:
         return f"{seconds / by_op.seconds:.0%}"
 
-    chip = estimate.target.chip
-    flash = min((flash_share(name, chip) or 1.0 for name in estimate.kernels), default=1.0)
+    shares = efficiency(estimate.target.chip).best_flash
+    flash = min((shares.of_kernel(name, estimate.job.row) for name in estimate.kernels), default=1)
     at = f", flash kernels at {flash:.0%} of the peak" if flash < 1 else ""
     return [
         ("bound by products", _seconds(by_op.compute), share(by_op.compute) + at),
@@ -162,18 +163,17 @@ def _by_op(estimate: Estimate, roof: Roofline) -> Rows:
 
 
 # The least and the most of published times over what is expected, and of how many runs:
-# benchmarks/results/2026-11-23-calibration.md, by `python -m benchmarks.plans calibration`.
-PUBLISHED, RUNS = (1.02, 1.16), 7
+# benchmarks/results/2026-11-27-calibration.md, by `python -m benchmarks.plans calibration`.
+PUBLISHED = {"dense models": (0.95, 1.09, 8), "models with experts": (0.85, 1.14, 3)}
 
 
 def _expected(estimate: Estimate, roof: Roofline) -> tuple[str, str, str]:
-    least, most = (_seconds(each * roof.expected.seconds) for each in PUBLISHED)
-    share = efficiency(estimate.target.chip).products
-    at = f"products at {share:.0%} of the peak, and " if share < 1 else ""
-    basis = (
-        f"{at}{PUBLISHED[0]} to {PUBLISHED[1]} of that, {RUNS} runs of MaxText, none with experts"
-    )
-    return ("step, by published runs", f"{least} to {most}", basis)
+    has_experts = any("gmm" in name for name in estimate.kernels)
+    kind = "models with experts" if has_experts else "dense models"
+    least, most, runs = PUBLISHED[kind]
+    least_s, most_s = (_seconds(each * roof.expected.seconds) for each in (least, most))
+    basis = f"at measured shares of the peaks, {least} to {most} of that: {runs} runs of {kind}"
+    return ("step, by published runs", f"{least_s} to {most_s}", basis)
 
 
 def _speed(estimate: Estimate, seconds: float, remark: str) -> Rows:

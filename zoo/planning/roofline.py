@@ -4,55 +4,21 @@ There are two bounds. That of full overlap takes all products, all of the memory
 transfers as if the others were hidden behind the longest of them: no program on the chip is faster.
 That by instruction (`times`) takes instruction after instruction, in the order of the compiled
 program, overlaps what the compiler does, and nothing else: this program is not faster. It has flash
-kernels at the share of the peak that published runs reach, and all else at the peaks. What is to be
-expected (`Roofline.expected`) has other products at the share that is measured of them, too.
+kernels at the best share of the peak that is measured of them, and all else at the peaks. What is
+to be expected (`Roofline.expected`) has all at the shares that are measured (`EFFICIENCIES`).
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 from zoo.planning import collectives, costs, hlo
 from zoo.planning.collectives import Topology, Transfer
+from zoo.planning.efficiency import PEAKS, Efficiency, efficiency
 from zoo.planning.hlo import Instruction, Program, Visit
 from zoo.planning.job import Estimate
-from zoo.training.chips import Chip
-
-
-class Efficiency(NamedTuple):
-    """The shares of its peak that a chip reaches, as others have measured them; 1 where nobody has.
-
-    Of small products, sorts, scatters and collectives no measurement is public.
-    """
-
-    products: float = 1.0
-    """Of products of at least 4,096 in each size, in bf16."""
-    flash: float = 1.0
-    """Of the FLOPs that flash kernels execute, with heads of 128."""
-
-
-# Products. v6e: 8,192 in each size take 1.511 ms on the device, 728 TFLOP/s (tpu/v7_perf of
-# yangwhale/gpu-tpu-pedia, 6744fee). tpu7x: 950 TFLOP/s of its 1,153.5 at 16,384, 893 at 4,096, and
-# 679 at 2,048 (Ironwood's readme in AI-Hypercomputer/accelerator-microbenchmarks, 0ddd4b8).
-#
-# Flash kernels, by published runs of MaxText.
-# tpu7x: two runs of Llama 3.1 70B on 256 chips in bf16 (training/ironwood/README.md of tpu-recipes,
-# c8cfe2f): 2,670.55 tokens/s per chip in rows of 8,192 and 963.03 in rows of 131,072. The
-# difference, 5.40 ns per token and position of its row, is taken for attention's, and its share for
-# that of all lengths between. The maths needs 6 * 80 * 8192 FLOPs of it: 728 TFLOP/s, 32% of the
-# peak of 2,307; the kernel, with a fused backward pass, executes 7/6 as many.
-# v6e: by tpu7x, whose matrix units are as wide: 256, of which heads of 128 fill half.
-# v5p: fitted on Llama 3.1 8B in rows of 65,536 (benchmarks/results/2026-11-23-calibration.md), all
-# else at 1.05 of its bound, as Llama 2 70B is. v4, v5e: by v5p, whose units are 128 wide too.
-EFFICIENCIES = {
-    "v4": Efficiency(flash=0.69),
-    "v5e": Efficiency(flash=0.69),
-    "v5p": Efficiency(flash=0.69),
-    "v6e": Efficiency(products=0.79, flash=0.37),
-    "tpu7x": Efficiency(products=0.82, flash=0.37),
-}
 
 
 @dataclass(frozen=True)
@@ -81,7 +47,8 @@ def times(
     program: Program,
     topology: Topology,
     kernels: dict[str, tuple[float, float]],
-    products: float = 1.0,
+    shares: Efficiency = PEAKS,
+    row: int = 1,
 ) -> Times:
     """The least time of a step in which no instruction runs beside another one.
 
@@ -92,12 +59,12 @@ def times(
     parts of fusions) moves while these run, behind what has the same links and was started earlier;
     its end waits for what is left.
 
-    `kernels` has the FLOPs and bytes of a device's Pallas kernels in a step, by their names, and
-    `products` is the share of the peak that products outside of flash kernels reach.
+    `kernels` has the FLOPs and bytes of a device's Pallas kernels in a step, by their names;
+    `shares` of the peaks are reached, and rows have `row` tokens.
     """
     visits = [visit for visit in hlo.visits(program) if not visit.is_fused]
     parts = costs.parts_of_collectives(program)
-    timer = _Timer(topology, kernels, visits, parts, products)
+    timer = _Timer(topology, kernels, visits, parts, shares, row)
     inner: dict[tuple[int, str], list[Times]] = defaultdict(list)
     total = Times()
     turns = {visit.scope: visit.times for visit in visits}
@@ -153,12 +120,13 @@ class _Timer:
         kernels: dict[str, tuple[float, float]],
         visits: list[Visit],
         parts: frozenset[str],
-        products: float,
+        shares: Efficiency,
+        row: int,
     ):
         self.topology, self.chip, self.parts = topology, topology.chip, parts
-        self.products = products
+        self.shares = shares
         self.kernels = {
-            name: _times(self.chip, flops / (flash_share(name, self.chip) or products), moved)
+            name: self._times(flops / shares.of_kernel(name, row), moved)
             for name, (flops, moved) in kernels.items()
         }
         self.calls: dict[str, int] = defaultdict(int)
@@ -189,11 +157,12 @@ class _Timer:
                     begun.add(key)
                     transfer = self.topology.transfer(collective)
                     if transfer.seconds > 0:
-                        links.waiting[key] = transfer
+                        seconds = self.shares.start + transfer.seconds / self.shares.links
+                        links.waiting[key] = Transfer(seconds, transfer.links)
             own = self._own(instruction, inner.get((visit.scope, instruction.name), []))
-            if instruction.opcode in ("copy-start", "slice-start"):
-                if own.memory > 0:
-                    moved = Transfer(own.memory, frozenset({"memory"}))
+            if instruction.opcode in ("copy-start", "slice-start", "call-start"):
+                if own.seconds > 0:
+                    moved = Transfer(own.seconds, frozenset({"memory"}))
                     copies.waiting[instruction.name] = moved
                 own = Times()
             total += own
@@ -223,17 +192,26 @@ class _Timer:
             return max(called, key=lambda x: x.seconds, default=Times())
         if instruction.opcode in ("while", "call"):
             return sum(called, start=Times())
+        if instruction.opcode == "call-start":  # of another core
+            return Times() if collectives.within(instruction) else sum(called, start=Times())
         name = self._kernel(instruction)
         if name in self.kernels:
             return self.kernels[name] * (1 / self.calls[name])
         if collectives.kind_of(instruction) or instruction.opcode.startswith("async-"):
             return Times()  # its bytes go from memory to memory while they move
-        return _times(
-            self.chip,
-            costs.flops(instruction) / self.products,
-            costs.accessed(instruction, self.parts),
-            costs.flops(instruction, of="s8") / self.products,
-        )
+        flops = {"s8": 0.0, "all": 0.0}
+        for each, type_ in costs.products(instruction):
+            for kind in {type_[:2], "all"} & flops.keys():
+                flops[kind] += each / self.shares.of_product(each)
+        keys, numbers = costs.picked(instruction)
+        rare = keys * self.shares.per_key + numbers * self.shares.per_number
+        own = self._times(flops["all"], costs.accessed(instruction, self.parts), flops["s8"])
+        return own if own.seconds > rare else Times(memory=rare)
+
+    def _times(self, flops: float, moved: float, int8: float = 0.0) -> Times:
+        compute = self.chip.seconds(flops, int8)
+        memory = moved / (self.chip.bandwidth or math.inf) / self.shares.memory
+        return Times(compute=compute) if compute >= memory else Times(memory=memory)
 
     def _kernel(self, instruction: Instruction) -> str:
         """The name of the kernel that an instruction calls: its own, less the number behind it."""
@@ -242,22 +220,6 @@ class _Timer:
 
 
 _STARTS = ("async-update", "send")
-
-
-def flash_share(kernel: str, chip: Chip) -> float | None:
-    """The share of a chip's peak that a flash kernel reaches; None of any other kernel."""
-    return efficiency(chip).flash if kernel.startswith("splash") else None
-
-
-def efficiency(chip: Chip) -> Efficiency:
-    """The shares that are measured of a chip; of another one, the peaks."""
-    return EFFICIENCIES.get(chip.name, Efficiency())
-
-
-def _times(chip: Chip, flops: float, moved: float, int8: float = 0.0) -> Times:
-    compute = chip.seconds(flops, int8)
-    memory = moved / (chip.bandwidth or math.inf)
-    return Times(compute=compute) if compute >= memory else Times(memory=memory)
 
 
 Bound = Literal["compute", "memory", "interconnect"]
@@ -273,7 +235,7 @@ class Roofline:
     by_op: Times
     """Of each instruction after the other, with no more at once than the program has."""
     expected: Times
-    """The same, with products at the share of the peak that is measured of them."""
+    """The same, with all at the shares of the peaks that are measured."""
 
     @property
     def bound(self) -> Bound:
@@ -294,9 +256,10 @@ def roofline(estimate: Estimate) -> Roofline | None:
     if topology.num_slices > 1 and chip.network is None:
         return None
     program = hlo.read(estimate.text)
+    measured = efficiency(chip)
     by_op, expected = (
-        times(program, topology, estimate.kernels, share)
-        for share in (1.0, efficiency(chip).products)
+        times(program, topology, estimate.kernels, shares, estimate.job.row)
+        for shares in (measured.best_flash, measured)
     )
     return Roofline(
         compute=chip.seconds(estimate.flops, estimate.int8_flops) / estimate.num_devices,

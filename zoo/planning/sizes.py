@@ -20,7 +20,7 @@ from zoo.transformer.vision import VisionConfig, VisionTransformer
 NUM_CLASSES = 1000  # of ImageNet-1k
 
 # From the `config.json` of each model on the Hugging Face hub: meta-llama/Meta-Llama-3-8B and -70B
-# (Grattafiori et al. 2024), Qwen/Qwen3-0.6B to -32B and -30B-A3B (Yang et al. 2025),
+# (Grattafiori et al. 2024), Qwen/Qwen3-0.6B to -32B, -30B-A3B and -235B-A22B (Yang et al. 2025),
 # mistralai/Mixtral-8x7B-v0.1 (Jiang et al. 2024), and Qwen/Qwen3-Next-80B-A3B-Instruct; and the
 # model card of Qwen/Qwen3.5-27B, its part for text. Vision transformers are of the sizes of
 # Dosovitskiy et al. 2021, table 1, and S of Touvron et al. 2021, with a head for ImageNet-1k.
@@ -83,6 +83,11 @@ SIZES: dict[str, Sizes | VisionConfig] = {
     "qwen3-32b": _sized(_QWEN3, 5120, 64, 64, 25_600),
     "qwen3-30b-a3b": dataclasses.replace(
         _sized(_QWEN3, 2048, 48, 32, 768),
+        attention=dataclasses.replace(_QWEN3.attention, num_kv_heads=4),
+        experts=ExpertsConfig(num_experts=128, per_token=8),
+    ),
+    "qwen3-235b-a22b": dataclasses.replace(
+        _sized(_QWEN3, 4096, 94, 64, 1536),
         attention=dataclasses.replace(_QWEN3.attention, num_kv_heads=4),
         experts=ExpertsConfig(num_experts=128, per_token=8),
     ),

@@ -68,11 +68,11 @@ class Config:
     keep_checkpoints: int = may_differ(3)
     """Checkpoints kept, newest first."""
     work_dir: Path | None = may_differ(None)
-    """Local folder that a run at an address works in, of each machine; by default one in
-    ~/.cache/zoo/runs."""
+    """Local folder that a run at an address works in; by default one in ~/.cache/zoo/runs. Several
+    processes share it."""
     xla: Flags = may_differ("default")
-    """Set of the compiler's flags for the train step: no_windows or scatter_layouts (TPUs), overlap
-    (GPUs), native_bf16 (CPUs). `python -m zoo plan --mesh search` compares those of TPUs."""
+    """Set of the compiler's flags for the train step: no_windows, scatter_layouts, gathers (TPUs),
+    overlap (GPUs), native_bf16 (CPUs). `python -m zoo plan --mesh search` tries those of TPUs."""
     sequence_parallel: bool = may_differ(False)
     """Split activations along the sequence between the tensor-parallel parts."""
     distributed: bool = may_differ(False)

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from zoo.common.configuration import require
 
-Flags = Literal["default", "no_windows", "scatter_layouts", "overlap", "native_bf16"]
+Flags = Literal["default", "no_windows", "scatter_layouts", "gathers", "overlap", "native_bf16"]
 Options = dict[str, bool | int | str]
 
 # A product of a gathered matrix is by default a loop ("windowed"), which permutes parts of the
@@ -28,6 +28,9 @@ SETS: dict[str, dict[Flags, Options]] = {
             "xla_tpu_relayout_group_size_threshold_for_reduce_scatter": 1,
             "xla_tpu_assign_all_reduce_scatter_layout": True,
         },
+        # Else libtpu writes a gather that runs beside products as the all-reduce of what is zero
+        # but for a part, which sends twice as much: on tpu7x those of all layers.
+        "gathers": {"xla_tpu_prefer_async_allgather_to_allreduce": True},
     },
     "gpu": {
         # Collectives start as early, and end as late, as the memory allows, and run beside
