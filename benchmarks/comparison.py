@@ -24,7 +24,7 @@ from jaxtyping import PyTree
 
 import zoo
 from benchmarks.harness import Table, Timing, in_turn, main
-from benchmarks.mup import Log, mean_loss, read_data
+from benchmarks.mup import Log, best, mean_loss, next_rate, read_data
 from benchmarks.peers.given import ROOT
 from recipes import lm
 from zoo import losses, optimizers, rnn, text, transformer
@@ -139,16 +139,14 @@ def _best(
         measure = functools.partial(_train, make_model, rule, steps, data, whole)
         return log.get(f"{name}, {steps} steps at {rule.learning_rate:g}", run, measure)
 
-    losses_by_rate: dict[int, float] = {}
-    exponent = best = 0
-    while exponent not in losses_by_rate:
-        losses_by_rate[exponent] = trained(exponent, config.search_steps, False)["bits_per_byte"]
-        best = min(losses_by_rate, key=lambda k: losses_by_rate[k])
-        missing = [k for k in (best + 1, best - 1) if k not in losses_by_rate]
-        exponent = missing[0] if missing else exponent
-    result = trained(best, config.steps, True)
+    curve: dict[int, float] = {}
+    exponent: int | None = 0
+    while exponent is not None:
+        curve[exponent] = trained(exponent, config.search_steps, False)["bits_per_byte"]
+        exponent = next_rate(curve, margin=1)
+    result = trained(best(curve), config.steps, True)
     rounded = {name: f"{bits:.3f}" for name, bits in result.items()}
-    return {"learning rate": f"{RULE.learning_rate * 2.0**best:g}", **rounded}
+    return {"learning rate": f"{RULE.learning_rate * 2.0 ** best(curve):g}", **rounded}
 
 
 def _train(

@@ -185,6 +185,12 @@ def in_process(function: Callable[..., Any], *arguments: Any, limit: float = 540
     return json.loads(process.stdout.splitlines()[-1])
 
 
+def memory(field: str) -> int:
+    """VmRSS, the bytes of this process's memory, or VmHWM, those at its peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+
 # --- Peers, each in its own process, timed in turn ----------------------------------------------
 
 

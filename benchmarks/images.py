@@ -18,7 +18,7 @@ import numpy as np
 import PIL.Image
 
 import zoo
-from benchmarks.harness import Table, main
+from benchmarks.harness import Table, main, memory
 from zoo import images
 from zoo.data.loader import batches
 
@@ -93,15 +93,9 @@ def listed(folder: Path, count: int) -> Table:
     found = images.Folder(folder)
     seconds = time.perf_counter() - clock
     table = Table("a folder of empty files")
-    kept, most = (memory(name) - before for name in ("VmRSS", "VmHWM"))
+    kept, most = ((memory(name) - before) / 2**20 for name in ("VmRSS", "VmHWM"))
     table.add(files=len(found), seconds=seconds, mib_kept=kept, mib_at_most=most)
     return table
-
-
-def memory(name: str) -> float:
-    """A figure of this process's memory, in MiB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
 
 
 if __name__ == "__main__":

@@ -289,7 +289,7 @@ def search(config: Config, data: text.Text, log: Log) -> dict[tuple[str, int], C
                     label = f"{name}, width {width}, rate 2^{exponent / 2:g}, seed {seed}"
                     found.append(log.get(label, run, measure))
                 curve[exponent] = float(np.mean(found))
-                exponent = _next(curve, config.margin)
+                exponent = next_rate(curve, config.margin)
             curves[name, width] = dict(sorted(curve.items()))
             exponent = best(curve)
     return curves
@@ -300,7 +300,7 @@ def best(curve: Curve) -> int:
     return min(curve, key=lambda exponent: curve[exponent])
 
 
-def _next(curve: Curve, margin: int) -> int | None:
+def next_rate(curve: Curve, margin: int) -> int | None:
     """The nearest rate to the best one that is still to be tried."""
     middle = best(curve)
     offsets = sorted((sign * i for i in range(1, margin + 1) for sign in (1, -1)), key=abs)

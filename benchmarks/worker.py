@@ -15,7 +15,7 @@ from benchmarks import stand_ins
 
 stand_ins.install()
 
-from benchmarks.harness import Peer, serve  # noqa: E402
+from benchmarks.harness import Peer, memory, serve  # noqa: E402
 from benchmarks.peers.given import Built, Precision  # noqa: E402
 
 WARMUP_STEPS = 5
@@ -48,7 +48,7 @@ class Worker:
     def _set_up(self, peer: dict[str, Any], shape: Any, precision: Precision) -> dict[str, Any]:
         made = Peer(**peer)
         importlib.import_module(f"benchmarks.peers.{made.name.partition('.')[0]}")
-        before = _resident_bytes("VmRSS")  # its imports are no part of its memory
+        before = memory("VmRSS")  # its imports are no part of its memory
         self.built = made.build(shape, precision)
         step, batch, state = self.built.step, self.built.batch, self.built.state
         planned, compile_seconds = self.built.planned_bytes, self.built.compile_seconds
@@ -68,15 +68,9 @@ class Worker:
             "step_seconds": typical,
             "compile_seconds": seconds[0] - typical if compile_seconds is None else compile_seconds,
             "planned_bytes": planned,
-            "peak_bytes": device_peak_bytes() or _resident_bytes("VmHWM") - before,
+            "peak_bytes": device_peak_bytes() or memory("VmHWM") - before,
             "published_peak": published_peak(precision),
         }
-
-
-def _resident_bytes(field: str) -> int:
-    """VmRSS, the current memory of this process, or VmHWM, its peak."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
 def _forget_peak() -> None:

@@ -53,12 +53,7 @@ CASES = {
     "--optimizer.warmup-steps=2 --grid=2",
 }
 RECIPES = tuple(dict.fromkeys(case.split()[0] for case in CASES))
-COMMON = (
-    f"--steps={STEPS}",
-    "--log-every=1",
-    "--eval-every=20",
-    "--checkpoint-every=4",
-)
+COMMON = (f"--steps={STEPS}", "--log-every=1", "--eval-every=20", "--checkpoint-every=4")
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,7 @@ from typing import Any
 
 def letters(prompt: str, answer: str, row: dict[str, Any]) -> dict[str, float]:
     """The small letters of an answer, and whether it has one of the row."""
-    return {
-        "letters": sum(x.islower() for x in answer) / 8,
-        "wanted": float(row["want"] in answer),
-    }
+    return {"letters": sum(x.islower() for x in answer) / 8, "wanted": float(row["want"] in answer)}
 
 
 def nothing(prompt: str, answer: str, row: dict[str, Any]) -> float:

@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import (
-    assert_trees_close,
-)
+from helpers import assert_trees_close
 
 FULL = np.arange(6, dtype=np.float32).reshape(2, 3)
 

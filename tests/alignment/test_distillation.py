@@ -51,7 +51,8 @@ class Table(eqx.Module):
 
 
 def table(seed: int, vocab: int = VOCAB) -> Table:
-    return Table(2 * jax.random.normal(jax.random.key(seed), (VOCAB, vocab)))
+    logits = np.random.default_rng(seed).normal(size=(VOCAB, vocab))
+    return Table(jnp.asarray(2 * logits, jnp.float32))
 
 
 def plain(student: Array, teacher: Array, loss: Distillation, batch: dict[str, Array]) -> Array:

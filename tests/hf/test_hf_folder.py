@@ -154,6 +154,11 @@ def test_older_config_spellings_are_read(name: str, changes: dict, copy: Any):
         ("ministral3", {"rope_scaling": {"llama_4_scaling_beta": 0.3}}, "llama_4.* contradict"),
         ("llama_yarn", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "'llama_4_scal"),
         ("llama2", {"model_type": "phimoe"}, "'phimoe' is unknown.*sparsemixer"),
+        (
+            "llama2",
+            {"architectures": ["LlamaForSequenceClassification"]},
+            "whose head is not read: save the model under it",
+        ),
         ("qwen3_moe", {"num_experts_per_tok": 9}, "experts.per_token=9: must be in 1 to"),
         ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type='relative"),
         ("bert", {"is_decoder": True}, "is_decoder=True is not supported"),
@@ -307,6 +312,23 @@ def test_tensor_name_prefix_is_optional(prefix: str, copy: Any):
     got = zoo.load(folder)
     for path, x in arrays(want).items():
         np.testing.assert_array_equal(x, arrays(got)[path])
+
+
+def test_a_decoder_without_its_head_gives_vectors(copy: Any, tmp_path: Path):
+    folder, whole = copy("llama3"), zoo.load(GOLDEN / "llama3")
+    bare = {x.removeprefix("model."): y for x, y in tensors(folder).items() if "lm_head" not in x}
+    safetensors.numpy.save_file(bare, folder / "model.safetensors")
+    edit(folder, architectures=["LlamaModel"])
+    model, tokens = zoo.load(folder), jnp.arange(8, dtype=jnp.int32)[None]
+    want = np.asarray(whole.hidden(tokens))
+    assert np.abs(want).max() > 1
+    np.testing.assert_array_equal(model(tokens), want)
+    zoo.save(tmp_path / "again", model, format="hf", like=folder)
+    again = tensors(tmp_path / "again")
+    assert again.keys() == bare.keys()
+    assert all(again[x].tobytes() == y.tobytes() for x, y in bare.items())
+    written = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert written["architectures"] == ["LlamaModel"]
 
 
 def test_buffers_and_tied_heads_are_accepted(copy: Any):

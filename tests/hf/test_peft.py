@@ -86,10 +86,6 @@ def assert_same(actual, expected) -> None:
         np.testing.assert_array_equal(arrays(actual)[path], array, err_msg=path)
 
 
-def some_slow(names, *slow: str) -> list:
-    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]
-
-
 def sums_of_peft(folder: Path, base: Path) -> dict[str, np.ndarray]:
     """The modules' weights with PEFT's adapters, by the formulas and the files alone."""
     values = json.loads((folder / CONFIG).read_text())
@@ -157,7 +153,7 @@ def test_adapters_of_peft_are_merged_by_its_formulas(name: str, tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["dora", "experts", "tokens", "whole"])  # a kind of product each
 def test_adapters_of_peft_give_its_logits(name: str, tmp_path: Path):
     golden = np.load(GOLDEN / "peft" / name / "golden.npz")
     tokens = jnp.asarray(golden["tokens"])
@@ -192,14 +188,12 @@ def test_adapters_of_peft_are_read_onto_meshes_and_in_other_dtypes(tmp_path: Pat
 
 
 FAMILIES = {
-    "llama3": ["mlp.down_proj", "self_attn.q_proj"],
-    "gemma2": ["mlp.down_proj", "self_attn.q_proj"],
     "bert": ["encoder.layer.0.output.dense", "self.query"],
     "gpt2": ["mlp.c_proj", "c_attn"],
 }
 
 
-@pytest.mark.parametrize("family", some_slow(FAMILIES, "llama3", "gemma2"))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_families_name_their_modules(family: str, tmp_path: Path):
     base = GOLDEN / "hf" / family
     model = zoo.load(base)
@@ -248,9 +242,7 @@ def test_rows_in_another_order_have_the_adapters_of_peft(
 
 def test_adapters_that_peft_has_not_are_refused(tmp_path: Path):
     save = lambda model, targets, **options: zoo.save_adapters(
-        tmp_path / "a",
-        drawn(model, lora.Config(2, targets=targets, **options)),
-        base="base",
+        tmp_path / "a", drawn(model, lora.Config(2, targets=targets, **options)), base="base"
     )
     experts = zoo.load(GOLDEN / "hf" / "granitemoe")
     save(experts, ("blocks.attention.wq",))

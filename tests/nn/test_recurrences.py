@@ -29,6 +29,11 @@ LAYERS = {
 }
 
 
+@functools.cache
+def made(name, config, *sizes):
+    return eqx.filter_jit(lambda key: LAYERS[name](config, *sizes, "embed", key=key))(KEY)
+
+
 def by_steps(name, state, tokens, restart, valid):
     """As the papers write them, one step and one row at a time; the outputs where they count."""
     state, tokens = jax.tree.map(lambda x: np.asarray(x, np.float64), (state, tokens))
@@ -73,26 +78,27 @@ ONE_STEP = {"gated_deltanet": delta, "mamba2": ssd, "mlstm": exponential}
 
 def drawn(name, seq, gates="usual"):
     """A state, and tokens whose gates are usual ones, all but shut, or wide open."""
-    keys = iter(jax.random.split(jax.random.key(seq), 8))
-    normal = lambda *shape: jax.random.normal(next(keys), shape)
+    rng = np.random.default_rng(seq)
+    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
     shape = (ROWS, seq, HEADS)
     q, k, v = normal(*shape, KEYS), normal(*shape, KEYS), normal(*shape, VALUES)
-    k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
-    log_decay, rate, log_input = normal(*shape), jax.nn.sigmoid(normal(*shape)), normal(*shape)
-    log_decay = -jax.nn.softplus(2 * log_decay)
+    k = k / np.linalg.norm(k, axis=-1, keepdims=True)
+    log_decay, rate, log_input = normal(*shape), 1 / (1 + np.exp(normal(*shape))), normal(*shape)
+    log_decay = -np.log1p(np.exp(2 * log_decay))
     if gates == "shut":
-        log_decay = jnp.where(log_decay < -1, -90.0, log_decay)
-        rate, log_input = jnp.zeros_like(rate), jnp.full_like(log_input, -15.0)
+        log_decay = np.where(log_decay < -1, np.float32(-90), log_decay)
+        rate, log_input = 0 * rate, np.full_like(log_input, -15)
     if gates == "open":
-        log_decay, rate = jnp.full_like(log_decay, -1e-6), 2 * jnp.ones_like(rate)
-        log_input = jnp.where(log_input > 0, 15.0, log_input)
-        q, k = jnp.abs(q), jnp.abs(k)  # or a sum near zero would be divided by
+        log_decay, rate = np.full_like(log_decay, -1e-6), np.full_like(rate, 2)
+        log_input = np.where(log_input > 0, np.float32(15), log_input)
+        q, k = np.abs(q), np.abs(k)  # or a sum near zero would be divided by
+    q, k, v, log_decay, rate, log_input = map(jnp.asarray, (q, k, v, log_decay, rate, log_input))
+    state = lambda more=0: jnp.asarray(normal(ROWS, HEADS, KEYS, VALUES + more))
     if name == "mamba2":
-        return normal(ROWS, HEADS, KEYS, VALUES), mamba2.Tokens(q, k, v, log_decay)
+        return state(), mamba2.Tokens(q, k, v, log_decay)
     if name == "gated_deltanet":
-        tokens = gated_deltanet.Tokens(q, k, v, log_decay, rate)
-        return normal(ROWS, HEADS, KEYS, VALUES), tokens
-    memory = mlstm.Memory(normal(ROWS, HEADS, KEYS, VALUES + 1), normal(ROWS, HEADS))
+        return state(), gated_deltanet.Tokens(q, k, v, log_decay, rate)
+    memory = mlstm.Memory(state(1), jnp.asarray(normal(ROWS, HEADS)))
     return memory, mlstm.Tokens(q, k, v, log_decay, log_input)
 
 
@@ -130,7 +136,7 @@ def layer_of(name, golden):
         "mlstm": {"num_heads": 2, "key_dim": 3, "value_dim": 6},
     }[name]
     taps = {} if name == "mlstm" else {"taps": 3}
-    layer = LAYERS[name](RecurrenceConfig(**sizes, **taps, chunk=8), 12, 12, "embed", key=KEY)
+    layer = made(name, RecurrenceConfig(**sizes, **taps, chunk=8), 12, 12)
     new = {"wo": w["out_proj.weight"].T.reshape(layer.wo.shape)}
     heads = lambda x, count: x.reshape(count, -1, 12).transpose(2, 0, 1)
     if name == "mlstm":
@@ -270,7 +276,7 @@ def test_chunks_and_their_gradients_are_those_of_steps(name, seq):
 @pytest.mark.parametrize("name", LAYERS)
 def test_rows_in_parts_are_those_of_one_device(name, spec):
     """Outputs, final states and gradients; documents and padding go across the parts' borders."""
-    layer = LAYERS[name](RecurrenceConfig(num_heads=2, key_dim=3, chunk=4), 8, 8, "embed", key=KEY)
+    layer = made(name, RecurrenceConfig(num_heads=2, key_dim=3, chunk=4), 8, 8)
     valid = np.ones((2, 32), bool)
     valid[0, :5] = valid[1, 14:22] = False
     restart = np.zeros((2, 32), bool)
@@ -333,7 +339,7 @@ def test_convolutions_are_sums_over_the_steps_of_a_document():
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_in_bf16_keep_gates_and_states_in_fp32(name):
     config = RecurrenceConfig(num_heads=2, chunk=8)
-    layer = LAYERS[name](config, 16, 16, "embed", key=KEY)
+    layer = made(name, config, 16, 16)
     low = cast(layer, jnp.bfloat16)
     assert {x.dtype for x in jax.tree.leaves(low.gates)} == {jnp.dtype("float32")}
     assert {low.dtype, low.wo.dtype} == {jnp.dtype("bfloat16")}
@@ -360,7 +366,7 @@ def test_chunks_in_bf16_round_as_steps_do(name):
     """
     groups = {} if name == "mlstm" else {"num_key_heads": 2}
     config = RecurrenceConfig(num_heads=4, **groups, chunk=16)
-    low = cast(LAYERS[name](config, 32, 32, "embed", key=KEY), jnp.bfloat16)
+    low = cast(made(name, config, 32, 32), jnp.bfloat16)
     x = jax.random.normal(KEY, (2, 75, 32), jnp.bfloat16)
 
     def at_once(layer, x):
@@ -392,7 +398,7 @@ def test_chunks_in_bf16_round_as_steps_do(name):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_weights_are_drawn_apart(name):
-    layer = LAYERS[name](RecurrenceConfig(num_heads=2), 8, 8, "embed", key=KEY)
+    layer = made(name, RecurrenceConfig(num_heads=2), 8, 8)
     drawn = [np.ravel(x) for x in jax.tree.leaves(layer) if x.ndim > 1 and np.std(x) > 0]
     assert len(drawn) >= 5
     assert len({x[:2].tobytes() for x in drawn}) == len(drawn)
@@ -402,7 +408,7 @@ def test_weights_are_drawn_apart(name):
 def test_products_are_counted(name):
     """Against the products of the program, for one chunk; its smallest are sums."""
     config = RecurrenceConfig(num_heads=2, key_dim=24, value_dim=40, chunk=64)
-    layer = LAYERS[name](config, 24, 32, "embed", key=KEY)
+    layer = made(name, config, 24, 32)
     x = jax.ShapeDtypeStruct((3, 64, 24), jnp.float32)
     jaxpr = jax.make_jaxpr(lambda x: layer(x, layer.initial_state(3), Marks()))(x)
     count = 0
@@ -417,9 +423,7 @@ def test_products_are_counted(name):
 
 
 def test_temporaries_do_not_grow_with_the_square_of_a_row():
-    layer = LAYERS["gated_deltanet"](
-        RecurrenceConfig(num_heads=2, chunk=16), 16, 16, "embed", key=KEY
-    )
+    layer = made("gated_deltanet", RecurrenceConfig(num_heads=2, chunk=16), 16, 16)
     arrays, static = eqx.partition(layer, eqx.is_array)
 
     def temporary_bytes(seq):
@@ -437,7 +441,6 @@ def test_temporaries_do_not_grow_with_the_square_of_a_row():
 def test_projections_on_a_mesh_are_split_by_heads():
     mesh = sharding.make_mesh("tensor=2")
     config = RecurrenceConfig(num_heads=2)
-    for make in LAYERS.values():
-        layer = make(config, 16, 16, "embed", key=KEY)
-        specs = sharding.shardings(eqx.filter(layer, eqx.is_array), mesh)
+    for name in LAYERS:
+        specs = sharding.shardings(eqx.filter(made(name, config, 16, 16), eqx.is_array), mesh)
         assert specs.wz.spec[1] == specs.wo.spec[0] == "tensor"

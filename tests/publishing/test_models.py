@@ -301,10 +301,7 @@ def test_only_regular_files_inside_are_verified(folder, tmp_path, name, make, me
         ("checksums.json", "checksums.json is no regular file"),
         ("config.json", r"it has no config\.json|config\.json is damaged: it is no regular file"),
         ("model.safetensors", "has neither model.safetensors nor"),
-        (
-            "model-00001-of-00004.safetensors",
-            "no regular file: .*00001|00001.* is no regular",
-        ),
+        ("model-00001-of-00004.safetensors", "no regular file: .*00001|00001.* is no regular"),
     ],
 )
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])

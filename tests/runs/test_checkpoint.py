@@ -159,8 +159,7 @@ FULL_DISK = {
 
 
 @pytest.mark.parametrize(
-    ("method", "error"),
-    [("mkdir", "ours"), ("write", "TensorStore's"), ("seal", "ours")],
+    ("method", "error"), [("mkdir", "ours"), ("write", "TensorStore's"), ("seal", "ours")]
 )
 def test_full_disk_error_names_remaining_step(opened, monkeypatch, method, error):
     checkpointer = opened()

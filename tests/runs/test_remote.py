@@ -185,7 +185,7 @@ def test_each_process_copies_and_fetches_its_part(tmp_path, bucket, monkeypatch)
     assert other.fetch_part(2, 0) == ""  # on another mesh
     assert (within / "arrays" / "0" / "data").read_text() == "part 0 of 2"
     assert checksums.listed(within) == {"arrays/0/data", "arrays/1/data", "meta.json"}
-    (within / "meta.json").write_text("{}")
+    (within / "meta.json").write_text('{"saved_by": "another"}')
     assert "meta.json is that of another save" in other.fetch_part(2, 0)
 
 

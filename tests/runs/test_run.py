@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from zoo import sharding
 from zoo.common import checksums, files
 from zoo.common.configuration import may_differ
 from zoo.nn.precision import native_precision
+from zoo.runs import processes
 from zoo.runs.checkpoint import Checkpointer, CheckpointError
 from zoo.runs.command_line import cli
 from zoo.runs.config import Config, as_json
@@ -410,6 +412,19 @@ def test_interrupts_exit_without_traceback(monkeypatch, capsys):
         call(main, monkeypatch)
     assert exit.value.code == 128 + signal.SIGINT
     assert "the same command resumes" in capsys.readouterr().err
+
+
+def test_a_folder_of_the_first_process_is_handed_on(tmp_path, monkeypatch):
+    sent: dict[str, str] = {}
+    monkeypatch.setattr(processes, "from_first", lambda content: sent.update(content) or sent)
+    (tmp_path / "0" / "templates").mkdir(parents=True)
+    for name in ("tokenizer.json", "templates/tool.jinja"):
+        (tmp_path / "0" / name).write_bytes(name.encode() + b"\xff")
+    for number in range(2):
+        monkeypatch.setattr(jax, "process_index", lambda number=number: number)
+        processes.hand_on(tmp_path / str(number))
+    for name in ("tokenizer.json", "templates/tool.jinja"):
+        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "0" / name).read_bytes()
 
 
 def test_missing_distributed_variable_is_named(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import jaxtyping
 import numpy as np
 import optax
 import pytest
+from equinox import nn
 from helpers import arrays
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -124,82 +125,62 @@ def test_unknown_names_want_rules_or_axes():
 # Sizes that differ, so that each name can be told by the size of its axis.
 OUT, IN, HIDDEN, WINDOW = 3, 5, 7, 2
 SIZES = {"fan_out": OUT, "fan_in": IN, "vocab": IN, "embed": OUT, "heads": WINDOW * OUT}
-# A layer, and of each of its arrays the names, or the sizes that they have here.
-LAYERS: dict[str, tuple[Callable[[], Any], dict[str, str | dict[str, int]]]] = {
-    "Linear": (
-        lambda: eqx.nn.Linear(IN, OUT, key=KEY),
-        {"weight": "fan_out fan_in", "bias": "fan_out"},
-    ),
-    "Conv2d": (
-        lambda: eqx.nn.Conv2d(2 * IN, 2 * OUT, WINDOW, groups=2, key=KEY),
+HEADS = {"qk_size": OUT, "vo_size": OUT, "use_query_bias": True, "use_output_bias": True}
+
+
+def gates(count: int) -> dict[str, Any]:
+    outputs = {"unnamed": count * HIDDEN}
+    weights = {"weight_ih": outputs | {"fan_in": IN}, "weight_hh": outputs | {"fan_in": HIDDEN}}
+    return {**weights, "bias": {"element": count * HIDDEN}}
+
+
+# Layers, and of each of their arrays the names, or the sizes that they have here.
+LAYERS: list[tuple[Callable[[], Any], dict[str, str | dict[str, int]]]] = [
+    (lambda: nn.Linear(IN, OUT, key=KEY), {"weight": "fan_out fan_in", "bias": "fan_out"}),
+    (
+        lambda: nn.Conv2d(2 * IN, 2 * OUT, WINDOW, groups=2, key=KEY),
         {
             "weight": {"fan_out": 2 * OUT, "fan_in": IN, "element": WINDOW},
             "bias": {"fan_out": 2 * OUT, "element": 1},
         },
     ),
-    "ConvTranspose1d": (
-        lambda: eqx.nn.ConvTranspose1d(IN, OUT, WINDOW, key=KEY),
+    (
+        lambda: nn.ConvTranspose1d(IN, OUT, WINDOW, key=KEY),
         {
             "weight": {"fan_out": OUT, "fan_in": IN, "element": WINDOW},
             "bias": {"fan_out": OUT, "element": 1},
         },
     ),
-    "Embedding": (lambda: eqx.nn.Embedding(IN, OUT, key=KEY), {"weight": "vocab embed"}),
-    "MultiheadAttention": (
-        lambda: eqx.nn.MultiheadAttention(
-            WINDOW,
-            OUT,
-            qk_size=OUT,
-            vo_size=OUT,
-            use_query_bias=True,
-            use_output_bias=True,
-            key=KEY,
-        ),
+    (lambda: nn.Embedding(IN, OUT, key=KEY), {"weight": "vocab embed"}),
+    (
+        lambda: nn.MultiheadAttention(WINDOW, OUT, **HEADS, key=KEY),
         {
             **{f"{name}_proj.weight": "heads embed" for name in ("query", "key", "value")},
-            "query_proj.bias": "heads",
-            "output_proj.weight": "embed heads",
+            **{"query_proj.bias": "heads", "output_proj.weight": "embed heads"},
             "output_proj.bias": "embed",
         },
     ),
-    "GRUCell": (
-        lambda: eqx.nn.GRUCell(IN, HIDDEN, key=KEY),
-        {
-            "weight_ih": {"unnamed": 3 * HIDDEN, "fan_in": IN},
-            "weight_hh": {"unnamed": 3 * HIDDEN, "fan_in": HIDDEN},
-            "bias": {"element": 3 * HIDDEN},
-            "bias_n": {"element": HIDDEN},
-        },
-    ),
-    "LSTMCell": (
-        lambda: eqx.nn.LSTMCell(IN, HIDDEN, key=KEY),
-        {
-            "weight_ih": {"unnamed": 4 * HIDDEN, "fan_in": IN},
-            "weight_hh": {"unnamed": 4 * HIDDEN, "fan_in": HIDDEN},
-            "bias": {"element": 4 * HIDDEN},
-        },
-    ),
-    "WeightNorm": (
-        lambda: eqx.nn.WeightNorm(eqx.nn.Linear(IN, OUT, key=KEY)),
+    (lambda: nn.GRUCell(IN, HIDDEN, key=KEY), {**gates(3), "bias_n": {"element": HIDDEN}}),
+    (lambda: nn.LSTMCell(IN, HIDDEN, key=KEY), gates(4)),
+    (
+        lambda: nn.WeightNorm(nn.Linear(IN, OUT, key=KEY)),
         {"layer.weight": "fan_out fan_in", "layer.bias": "fan_out", "g": {"element": 1}},
     ),
-    **{
-        name: (make, {"weight": {"element": OUT}, "bias": {"element": OUT}})
-        for name, make in {
-            "LayerNorm": lambda: eqx.nn.LayerNorm((OUT, OUT)),
-            "RMSNorm": lambda: eqx.nn.RMSNorm(OUT),
-            "GroupNorm": lambda: eqx.nn.GroupNorm(1, OUT),
-            "BatchNorm": lambda: eqx.nn.make_with_state(eqx.nn.BatchNorm)(OUT, "batch", mode="ema")[
-                0
-            ],
-        }.items()
-    },
-}
+    *(
+        (make, {"weight": {"element": OUT}, "bias": {"element": OUT}})
+        for make in (
+            lambda: nn.LayerNorm((OUT, OUT)),
+            lambda: nn.RMSNorm(OUT),
+            lambda: nn.GroupNorm(1, OUT),
+            lambda: nn.make_with_state(nn.BatchNorm)(OUT, "batch", mode="ema")[0],
+        )
+    ),
+]
 
 
 def test_built_in_names_fit_the_real_layout():
     tested = set()
-    for make, expected in LAYERS.values():
+    for make, expected in LAYERS:
         layer = make()
         tested |= set(type(layer).__mro__)
         names = arrays_named(layer)
@@ -226,17 +207,17 @@ def arrays_named(model: Any) -> dict[str, tuple]:
 class Buffer(eqx.Module):
     """A matrix as state, which would be sharded by default."""
 
-    index: eqx.nn.StateIndex
+    index: nn.StateIndex
 
     def __init__(self):
-        self.index = eqx.nn.StateIndex(jnp.ones((16, 8)))
+        self.index = nn.StateIndex(jnp.ones((16, 8)))
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: eqx.nn.make_with_state(eqx.nn.BatchNorm)(8, "batch", mode="ema"),
-        eqx.nn.make_with_state(Buffer),
+        lambda: nn.make_with_state(nn.BatchNorm)(8, "batch", mode="ema"),
+        nn.make_with_state(Buffer),
         lambda: (Buffer(), Buffer().index),  # before its state is taken out
     ],
     ids=["batch norm", "matrix", "inside"],
@@ -256,7 +237,7 @@ def test_state_is_replicated(make: Callable[[], Any]):
 def net(key: Any = KEY) -> dict[str, Any]:
     keys = jax.random.split(key, 3)
     return {
-        "linear": eqx.nn.Linear(8, 16, key=keys[0]),
+        "linear": nn.Linear(8, 16, key=keys[0]),
         "table": jax.random.normal(keys[1], (6, 4)),
         "vector": jnp.ones(8),
         "annotated": Annotated(jnp.ones((8, 4))),
@@ -346,7 +327,7 @@ def rows_of(table: str) -> dict[str, str]:
 
 def test_the_placement_table_says_who_named_the_axes():
     mesh = make_mesh("fsdp=8")
-    odd = {**net(), "odd": eqx.nn.Linear(3, 16, key=KEY)}
+    odd = {**net(), "odd": nn.Linear(3, 16, key=KEY)}
     table = sharding.placement_table(odd, zoo.Layout(mesh, axes={"vector": "embed"}))
     rows = rows_of(table)
     whole = "default, fsdp=8 does not divide 6 or 4"
@@ -383,7 +364,7 @@ def test_strict_refuses_what_nobody_asked_for():
         with pytest.raises(ShardingError, match=r"table of shape \(6, 4\): nothing names its axes"):
             place(net(), zoo.Layout(mesh, strict=True))
         place(net(), zoo.Layout(mesh, axes=named, strict=True))
-        odd = {**net(), "odd": eqx.nn.Linear(3, 16, key=KEY)}
+        odd = {**net(), "odd": nn.Linear(3, 16, key=KEY)}
         with pytest.raises(ShardingError, match=r"odd.weight of .* fsdp=8 does not divide 3 of th"):
             place(odd, zoo.Layout(mesh, axes=named, strict=True))
 
@@ -399,19 +380,19 @@ def test_rules_move_the_built_in_axes():
 
 
 class Kinds(eqx.Module):
-    conv: eqx.nn.Conv2d
-    embedding: eqx.nn.Embedding
-    cell: eqx.nn.GRUCell
-    norm: eqx.nn.LayerNorm
+    conv: nn.Conv2d
+    embedding: nn.Embedding
+    cell: nn.GRUCell
+    norm: nn.LayerNorm
     plain: jax.Array
     vector: jax.Array
 
     def __init__(self, key: Any = KEY):
         keys = jax.random.split(key, 3)
-        self.conv = eqx.nn.Conv2d(2, 4, 3, key=keys[0])
-        self.embedding = eqx.nn.Embedding(6, 4, key=keys[1])
-        self.cell = eqx.nn.GRUCell(2, 4, key=keys[2])
-        self.norm = eqx.nn.LayerNorm((2, 4))
+        self.conv = nn.Conv2d(2, 4, 3, key=keys[0])
+        self.embedding = nn.Embedding(6, 4, key=keys[1])
+        self.cell = nn.GRUCell(2, 4, key=keys[2])
+        self.norm = nn.LayerNorm((2, 4))
         self.plain, self.vector = jnp.ones((4, 6)), jnp.ones(4)
 
 
@@ -459,32 +440,32 @@ def test_foreign_matrices_have_adapters():
 
 
 class Convolutions(eqx.Module):
-    first: eqx.nn.Conv2d
-    grouped: eqx.nn.Conv2d
-    head: eqx.nn.Linear
+    first: nn.Conv2d
+    grouped: nn.Conv2d
+    head: nn.Linear
 
     def __init__(self, key: Any):
         keys = jax.random.split(key, 3)
-        self.first = eqx.nn.Conv2d(3, 8, 3, key=keys[0])
-        self.grouped = eqx.nn.Conv2d(8, 8, 3, groups=2, key=keys[1])
-        self.head = eqx.nn.Linear(8, 10, key=keys[2])
+        self.first = nn.Conv2d(3, 8, 3, key=keys[0])
+        self.grouped = nn.Conv2d(8, 8, 3, groups=2, key=keys[1])
+        self.head = nn.Linear(8, 10, key=keys[2])
 
     def __call__(self, image: Array) -> Array:
         return self.head(self.grouped(jax.nn.relu(self.first(image))).mean((1, 2)))
 
 
 class Block(eqx.Module):
-    embedding: eqx.nn.Embedding
-    norm: eqx.nn.LayerNorm
-    attention: eqx.nn.MultiheadAttention
-    head: eqx.nn.Linear
+    embedding: nn.Embedding
+    norm: nn.LayerNorm
+    attention: nn.MultiheadAttention
+    head: nn.Linear
 
     def __init__(self, key: Any):
         keys = jax.random.split(key, 3)
-        self.embedding = eqx.nn.Embedding(24, 16, key=keys[0])
-        self.norm = eqx.nn.LayerNorm(16)
-        self.attention = eqx.nn.MultiheadAttention(4, 16, key=keys[1])
-        self.head = eqx.nn.Linear(16, 10, key=keys[2])
+        self.embedding = nn.Embedding(24, 16, key=keys[0])
+        self.norm = nn.LayerNorm(16)
+        self.attention = nn.MultiheadAttention(4, 16, key=keys[1])
+        self.head = nn.Linear(16, 10, key=keys[2])
 
     def __call__(self, tokens: Array) -> Array:
         x = jax.vmap(self.embedding)(tokens)
@@ -493,13 +474,13 @@ class Block(eqx.Module):
 
 
 class Recurrent(eqx.Module):
-    cell: eqx.nn.GRUCell
-    head: eqx.nn.Linear
+    cell: nn.GRUCell
+    head: nn.Linear
 
     def __init__(self, key: Any):
         keys = jax.random.split(key)
-        self.cell = eqx.nn.GRUCell(8, 16, key=keys[0])
-        self.head = eqx.nn.Linear(16, 10, key=keys[1])
+        self.cell = nn.GRUCell(8, 16, key=keys[0])
+        self.head = nn.Linear(16, 10, key=keys[1])
 
     def __call__(self, x: Array) -> Array:
         step = lambda hidden, x: (self.cell(x, hidden), None)
@@ -511,7 +492,7 @@ def nets(key: Any) -> dict[str, Any]:
     keys = jax.random.split(key, 5)
     draw = lambda *shape: jax.random.normal(keys[4], shape) * 0.3
     return {
-        "mlp": eqx.nn.MLP(8, 10, 32, 1, key=keys[0]),
+        "mlp": nn.MLP(8, 10, 32, 1, key=keys[0]),
         "convolutions": Convolutions(keys[1]),
         "block": Block(keys[2]),
         "recurrent": Recurrent(keys[3]),
@@ -580,11 +561,11 @@ def test_foreign_modules_of_all_kinds_train_alike_on_a_mesh():
 
 
 class Regression(eqx.Module):
-    linear: eqx.nn.Linear
+    linear: nn.Linear
     table: jax.Array
 
     def __init__(self, key: Any):
-        self.linear, self.table = eqx.nn.Linear(8, 16, key=key), jnp.ones((16, 4))
+        self.linear, self.table = nn.Linear(8, 16, key=key), jnp.ones((16, 4))
 
 
 def regression_loss(model: Regression, batch: Any, key: Any) -> tuple[Array, Array, dict]:

@@ -8,13 +8,7 @@ import pytest
 import zoo
 from zoo import classification, mlp
 from zoo.runs.config import Config
-from zoo.tasks.classification import (
-    Judge,
-    Predictions,
-    calibration_bins,
-    calibration_error,
-    judge,
-)
+from zoo.tasks.classification import Judge, Predictions, calibration_bins, calibration_error, judge
 
 
 def probabilities(confidences, classes, num_classes=3):

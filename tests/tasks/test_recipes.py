@@ -254,7 +254,10 @@ def test_long_evaluations_do_not_deadlock(shared, tmp_path):
     """Where all of them are under way, their collectives deadlock, and XLA ends the process."""
     flags = ("--steps=6", "--mesh=data=8", "--precision=fp32", "--data.seq-len=64")
     model = ("--model.vocab-size=2048", "--model.d-model=64", "--model.num-layers=2")
-    text = ("--data.files=", "--data.held-out=0.02")  # Python's standard library
+    (tmp_path / "long").mkdir()
+    for i in range(40):
+        (tmp_path / "long" / f"{i}.txt").write_text(f"file {i}, of many words; " * 200)
+    text = (f"--data.files={tmp_path}/long/*.txt", "--data.held-out=0.5")
     output = Recipe("lm", shared).run(tmp_path / "run", *flags, *model, *text, devices=8)
     [held_out] = re.findall(r"([\d,]+) held out", output)
     assert int(held_out.replace(",", "")) > 100 * 8 * 64
@@ -397,10 +400,7 @@ def test_sizes_unlike_the_data_are_refused(name, flags, message, train, tmp_path
 
 @pytest.mark.parametrize(
     ("name", "head"),
-    [
-        ("mlp", lambda model: model.members.head),
-        ("rnn", lambda model: model.head),
-    ],
+    [("mlp", lambda model: model.members.head), ("rnn", lambda model: model.head)],
     ids=["mlp", "rnn"],
 )
 def test_initial_scales_are_those_of_the_parametrization(name, head, train, tmp_path, monkeypatch):

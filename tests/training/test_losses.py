@@ -79,14 +79,12 @@ def test_nan_at_weighted_positions_propagates():
 
 def readout_and_inputs(vocab: int = 40) -> tuple[Readout, Array, Array, Array]:
     """A head with a bias and a soft cap; 4 rows of 12 steps, a third of which weigh nothing."""
-    keys = jax.random.split(jax.random.key(3), 5)
-    readout = Readout(
-        jax.random.normal(keys[0], (8, vocab)), jax.random.normal(keys[1], (vocab,)), soft_cap=4.0
-    )
-    x = jax.random.normal(keys[2], (4, 12, 8))
-    targets = jax.random.randint(keys[3], (4, 12), 0, vocab)
-    weights = jnp.maximum(jax.random.uniform(keys[4], (4, 12)) - 1 / 3, 0.0)
-    return readout, x, targets, weights
+    rng = np.random.default_rng(3)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    readout = Readout(normal(8, vocab), normal(vocab), soft_cap=4.0)
+    targets = jnp.asarray(rng.integers(0, vocab, (4, 12)), jnp.int32)
+    weights = jnp.asarray(np.maximum(rng.uniform(size=(4, 12)) - 1 / 3, 0), jnp.float32)
+    return readout, normal(4, 12, 8), targets, weights
 
 
 def whole_and_chunked(monkeypatch: pytest.MonkeyPatch, function: Any, *args: Any) -> tuple:

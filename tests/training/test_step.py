@@ -352,8 +352,9 @@ def test_fp16_overflow_skips_and_halves_scale(monkeypatch: pytest.MonkeyPatch):
     assert int(state.step) == 6
 
 
-def test_non_finite_gradients_change_nothing():
-    state, step = state_and_step(Line, line_loss, precision="bf16")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_non_finite_gradients_change_nothing(precision: Any):
+    state, step = state_and_step(Line, line_loss, precision=precision)
     before = copy(state.model.weight)
     state, metrics = step(state, jax.tree.map(jnp.asarray, line_batch(np.nan)))
     assert np.array_equal(state.model.weight, before)

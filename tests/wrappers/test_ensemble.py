@@ -16,8 +16,9 @@ from zoo.wrappers.ensemble import Ensemble
 
 KEY = jax.random.key(0)
 NUM_MEMBERS = 8
-TOKENS = jax.random.randint(jax.random.key(1), (8, 6), 0, 16)
-POINTS = jax.random.normal(jax.random.key(2), (8, 4))
+RNG = np.random.default_rng(0)
+TOKENS = jnp.asarray(RNG.integers(0, 16, (8, 6)), jnp.int32)
+POINTS = jnp.asarray(RNG.normal(size=(8, 4)), jnp.float32)
 
 
 def make_mlp(key, **changes):

@@ -69,14 +69,32 @@ def inputs_of(family):
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_merged_adapters_equal_applied_ones(family):
-    plain = begun(family)
-    model = drawn(plain)
-    merged = lora.merge(model)
-    assert jax.tree.structure(merged) == jax.tree.structure(plain)
-    inputs = inputs_of(family)
-    applied = forward(model, inputs)
-    np.testing.assert_allclose(applied, forward(merged, inputs), atol=1e-5)
-    assert np.abs(applied - forward(plain, inputs)).max() > 1e-2  # and they do something
+    """And lengths are those of DoRA."""
+    plain, inputs = begun(family), inputs_of(family)
+    expected = forward(plain, inputs)
+    for config in (CONFIG, dataclasses.replace(CONFIG, dora=True, rank_stabilized=True)):
+        adapted = forward(lora.adapt(plain, config, key=KEY), inputs)
+        np.testing.assert_allclose(adapted, expected, atol=1e-5)
+        model = longer(drawn(plain, config=config))
+        merged = lora.merge(model)
+        assert jax.tree.structure(merged) == jax.tree.structure(plain)
+        found = forward(merged, inputs)
+        np.testing.assert_allclose(forward(model, inputs), found, atol=1e-5)
+        assert np.abs(found - expected).max() > 1e-2  # and they do something
+    found = [x for x in jax.tree.leaves(model, is_leaf=lora.is_adapted) if lora.is_adapted(x)]
+    whole = arrays_of(merged)
+    for node, name in zip(found, lora.config_of(model).targets, strict=True):
+        stack = node.down.ndim - node.num_inputs - 1
+        axes = tuple(range(stack, stack + node.num_inputs))
+        added = np.einsum(
+            "lir,lro->lio",
+            np.asarray(node.down).reshape(*node.down.shape[:stack] or (1,), -1, 4),
+            np.asarray(node.up).reshape(*node.up.shape[:stack] or (1,), 4, -1),
+        )
+        total = np.asarray(node.weight) + 8 / 4**0.5 * added.reshape(node.weight.shape)
+        norm = np.sqrt((total**2).sum(axes, keepdims=True))
+        expected = total / norm * np.expand_dims(node.magnitude, axes)
+        np.testing.assert_allclose(whole[name], expected, rtol=2e-4, atol=1e-5)
 
 
 def test_bf16_adapters_merge_in_fp32():
@@ -326,34 +344,6 @@ def test_a_step_makes_no_sum_and_no_gradient_of_a_frozen_matrix(tied, monkeypatc
     assert computed(CONFIG) == set()
     full = {shape for name, shape in computed(None) if name == "dot_general"}
     assert {(24, 32), (24, 16), (32, 24), (24, 40), (40, 24)} <= full
-
-
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_lengths_are_those_of_dora(family):
-    config = dataclasses.replace(CONFIG, dora=True, rank_stabilized=True)
-    plain = begun(family)
-    inputs = inputs_of(family)
-    expected = forward(plain, inputs)
-    adapted = forward(lora.adapt(plain, config, key=KEY), inputs)
-    np.testing.assert_allclose(adapted, expected, atol=1e-5)
-    model = longer(drawn(plain, config=config))
-    merged = lora.merge(model)
-    found = forward(merged, inputs)
-    np.testing.assert_allclose(forward(model, inputs), found, atol=1e-5)
-    assert np.abs(found - expected).max() > 1e-2
-    found = [x for x in jax.tree.leaves(model, is_leaf=lora.is_adapted) if lora.is_adapted(x)]
-    for node, name in zip(found, lora.config_of(model).targets, strict=True):
-        stack = node.down.ndim - node.num_inputs - 1
-        axes = tuple(range(stack, stack + node.num_inputs))
-        added = np.einsum(
-            "lir,lro->lio",
-            np.asarray(node.down).reshape(*node.down.shape[:stack] or (1,), -1, 4),
-            np.asarray(node.up).reshape(*node.up.shape[:stack] or (1,), 4, -1),
-        )
-        total = np.asarray(node.weight) + 8 / 4**0.5 * added.reshape(node.weight.shape)
-        norm = np.sqrt((total**2).sum(axes, keepdims=True))
-        expected = total / norm * np.expand_dims(node.magnitude, axes)
-        np.testing.assert_allclose(arrays_of(merged)[name], expected, rtol=2e-4, atol=1e-5)
 
 
 def longer(model):

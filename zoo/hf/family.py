@@ -123,6 +123,13 @@ class Family:
             PublishError: a field is missing, unknown or not supported.
         """
         fields, found = Fields(values, where), dict(self.always)
+        for name in values.get("architectures") or ():
+            if name.endswith(("ForSequenceClassification", "ForTokenClassification")):
+                raise fields.refusal(
+                    f"architectures has {name!r}, whose head is not read: save the model under it, "
+                    "by transformers, AutoModel.from_pretrained(...).save_pretrained(folder), and "
+                    "put a new head on it (zoo.Classifier, recipes.finetune --label)"
+                )
         try:
             for rule in self.rules:
                 found |= rule.read(fields)
@@ -133,6 +140,8 @@ class Family:
                     is_bare = not any(self.of_head in name for name in names)
                     found["encoder.pooler"] = any("pooler." in name for name in names)
                 found |= HEADLESS if is_bare else {}
+            elif values.get("architectures") == [self.without_head]:
+                found |= HEADLESS
             fields.finish(self.ignored, allowed)
             config = configuration.from_json(self.config, configuration.nested(found))
             check_counts(config)
@@ -140,9 +149,15 @@ class Family:
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise PublishError(f"{where}: {error}") from error
 
+    @property
+    def without_head(self) -> str:
+        """The class of such a model without an output head, "" if there is none."""
+        of_decoder = self.architecture.replace("ForCausalLM", "Model")
+        return self.bare or of_decoder * (of_decoder != self.architecture)
+
     def is_bare(self, config: Any) -> bool:
         """Whether a model is one without the family's output head."""
-        return bool(self.bare) and config.encoder.head == "none"
+        return bool(self.without_head) and config.encoder.head == "none"
 
     def prefix(self, config: Any) -> str:
         """The prefix of the names of tensors that are written."""
@@ -153,7 +168,7 @@ class Family:
     def write(self, config: Any) -> dict[str, Any]:
         """The content of `config.json` for a configuration without a `difference`."""
         config = self.canonical(config)  # all sizes: other programs have other defaults
-        architecture = self.bare if self.is_bare(config) else self.architecture
+        architecture = self.without_head if self.is_bare(config) else self.architecture
         values = {"architectures": [architecture], "model_type": self.model_type}
         for rule in self.rules:
             values |= rule.write(config)

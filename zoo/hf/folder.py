@@ -242,8 +242,8 @@ def _family(
             "if its maths is one of theirs under another name, write that one as its model_type; "
             "else build it of zoo.transformer's parts, or write its Family as CONTRIBUTING.md says"
         )
-        if isinstance(kind, str) and kind in REFUSED:
-            remedy = f"{REFUSED[kind]}, and nothing of the zoo's does"
+        for refused in (x for x in (kind, inside) if isinstance(x, str) and x in REFUSED):
+            remedy = f"{REFUSED[refused]}, and nothing of the zoo's does"
         if inside in MODEL_TYPES:
             remedy = (
                 f"its language model is a {inside}, which opens once it is saved alone: by "

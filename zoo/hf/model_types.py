@@ -189,15 +189,17 @@ QWEN3_MOE = decoder(
 
 # Types that the zoo's layers are not like.
 REFUSED = {
-    "phimoe": "experts are chosen, and weighted, by a threshold on the distances of their scores "
-    "(sparsemixer)",
     "bloom": "attention falls off with the distance (ALiBi)",
     "falcon_h1": "a layer has attention and Mamba-2 side by side",
+    "gemma3n_text": "four residual streams predict each other (AltUp), and layers share keys",
+    "gemma4_text": "global layers have heads of another size, and values are normed",
     "hunyuan_v1_dense": "queries and keys are normed after their rotation",
     "lfm2": "layers mix positions by short gated convolutions",
-    "llama4_text": "the input of experts is weighed, not their output, and attention is in chunks",
+    "llama4_text": "the input of experts is weighed, not their output, attention is in chunks, and "
+    "only layers with rotary positions norm queries and keys",
     "mpt": "attention falls off with the distance (ALiBi)",
     "nemotron_h": "a layer is a mixer or an MLP alone",
+    "phimoe": "an expert's weight is a softmax over the scores near its own (sparsemixer)",
     "siglip2_vision_model": "images of several sizes share a batch, as patches with a mask "
     "(NaFlex; SigLIP 2 of one size is a siglip_vision_model)",
 }

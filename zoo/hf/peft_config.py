@@ -188,7 +188,11 @@ def linears(model: PyTree) -> Linears:
         for path, linear in found.items():
             if not linear.parameter and _OF_EXPERTS.search(linear.module):
                 found[path] = dataclasses.replace(linear, refusal=_TAKEN)
-    is_lm = family is not None and "LM" in family.architecture and plain.config.causal
+    is_lm = (
+        family is not None
+        and ("LM" in family.architecture and plain.config.causal)
+        and not family.is_bare(plain.config)
+    )
     task = "CAUSAL_LM" if is_lm else "FEATURE_EXTRACTION"
     first = family.prefix(plain.config) if family else ""
     prefixes = (first, *(x for x in (family.prefixes if family else ()) if x != first))

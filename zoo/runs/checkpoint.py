@@ -50,6 +50,8 @@ class DamagedExtras(CheckpointError):
 class Copies(Protocol):
     """What copies the steps of the processes' own folders to one address, and from there."""
 
+    owner: str  # an id of this start in all processes: parts of two starts do not fit together
+
     def choose(self, step: int) -> None:
         """Agree whether a step that all begin to save is to be copied."""
 
@@ -101,19 +103,19 @@ class Checkpointer:
         if step == self._newest:
             return
         arrays, more = _arrays(state), _arrays(extras)
-        record = {"step": step, "meta": meta, "arrays": _describe(arrays)}
-        record |= {"extras": _describe(more)} if more else {}
         stored = {
             name: jax.random.key_data(leaf) if _is_key(leaf) else leaf
             for name, leaf in {**arrays, **more}.items()
         }
-        boxes = {name: stored_arrays.boxes(array) for name, array in stored.items()}
-        text = json.dumps({**record, "parts": boxes})
+        record = {"step": step, "meta": meta, "saved_by": getattr(self._copies, "owner", "")}
+        record |= {"arrays": _describe(arrays), "extras": _describe(more)}
+        record |= {"parts": {name: stored_arrays.boxes(array) for name, array in stored.items()}}
+        text = json.dumps(record)
         partial = self.folder / f"{step}.tmp"
-        if self._index == 0 and (self.folder / str(step)).exists():
+        if self._index == 0 and (target := self.folder / str(step)).exists():
             raise CheckpointError(
-                f"{self.folder / str(step)} exists already. Restore from this folder before "
-                "saving in it, or save in another."
+                f"{target} exists already. Restore from this folder before saving in it, or save "
+                "in another."
             )
         with self._explained(step):
             partial.mkdir(exist_ok=True)
@@ -158,7 +160,7 @@ class Checkpointer:
                     aside,
                     step,
                 )
-        self._newest, self.extras = step, record.get("extras", {})
+        self._newest, self.extras = step, record["extras"]
         self._parts = record["parts"]
         return state, step, record["meta"]
 
@@ -241,13 +243,12 @@ class Checkpointer:
             if problem := path.read_text():
                 raise CheckpointError(f"process {number}: {problem}")
             path.unlink()
-        step, target = int(partial.stem), partial.with_suffix("")
         (partial / "meta.json").write_text(record)
         seal(partial)
         files.sync_all(partial)  # TensorStore syncs its files, but not their folders
-        partial.rename(target)
+        partial.rename(partial.with_suffix(""))
         files.sync(self.folder)
-        held_back = () if self._copies is None else self._copies.committed(step)
+        held_back = () if self._copies is None else self._copies.committed(int(partial.stem))
         for old in {*self.good_steps()[: -self._keep]} - {*held_back}:
             # Renamed first: a half deleted step must not look like a damaged one.
             shutil.rmtree((self.folder / str(old)).rename(self.folder / f"{old}.tmp"))

@@ -68,8 +68,8 @@ class Config:
     keep_checkpoints: int = may_differ(3)
     """Checkpoints kept, newest first."""
     work_dir: Path | None = may_differ(None)
-    """Local folder that a run at an address works in; by default one in ~/.cache/zoo/runs. Several
-    processes share it."""
+    """Local folder that a run at an address works in, of each machine; by default one in
+    ~/.cache/zoo/runs."""
     xla: Flags = may_differ("default")
     """Set of the compiler's flags for the train step: no_windows, scatter_layouts, gathers (TPUs),
     overlap (GPUs), native_bf16 (CPUs). `python -m zoo plan --mesh search` tries those of TPUs."""

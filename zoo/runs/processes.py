@@ -69,13 +69,14 @@ def from_first(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def hand_on(folder: Path) -> None:
-    """Write a small folder of process 0, of files alone, in the others' place for it."""
-    found = (
-        {x.name: x.read_bytes().hex() for x in folder.iterdir()} if jax.process_index() == 0 else {}
-    )
+    """Write a small folder of process 0 in the others' place for it."""
+    found: dict[str, str] = {}
+    if jax.process_index() == 0:
+        paths = (path for path in folder.rglob("*") if path.is_file())
+        found = {path.relative_to(folder).as_posix(): path.read_bytes().hex() for path in paths}
     for name, content in from_first(found).items():
         if jax.process_index() > 0:
-            files.make_folder(folder, "folder")
+            files.make_folder((folder / name).parent, "folder")
             files.replace(folder / name, bytes.fromhex(content))
 
 

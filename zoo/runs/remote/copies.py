@@ -261,8 +261,11 @@ class RemoteCopies:
             if error.__cause__ is not None:  # the store's
                 raise
             return [str(error)]
-        if None not in parts and listed.get(_META) != checksums.entry(folder / _META):
-            return [f"{_META} is that of another save"]
+        if None not in parts:
+            here, there = (folder / _META).read_bytes(), self._store.read(prefix + _META)
+            savers = (json.loads(content or b"{}").get("saved_by") for content in (here, there))
+            if len({*savers}) > 1:
+                return [f"{_META} is that of another save"]
         chosen = {name: entry for name, entry in listed.items() if part_of(name) in parts}
         found = self._store.get(folder, chosen, prefix)
         return [f"{name} {problem}" for name, problem in found.items()]

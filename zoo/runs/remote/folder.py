@@ -93,7 +93,7 @@ class RemoteFolder:
         self._is_main = jax.process_index() == 0
         self._store = Store(self.address, "run_dir")
         self.lease = lease or Lease(self._store, say=say)  # of process 0
-        self._owner = ""
+        self.owner = ""
         self._wanted: int | None = None  # the checkpoint to copy, as all have agreed
         self._copied: int | None = None  # the last one that was
         self._until = math.inf  # when others' parts are waited for no longer
@@ -112,7 +112,7 @@ class RemoteFolder:
         if self._is_main:
             copies = self._open_first()
         try:
-            self._owner = processes.from_first({"owner": self.lease.owner})["owner"]
+            self.owner = processes.from_first({"owner": self.lease.owner})["owner"]
             if not self._is_main:
                 copies = self._open_other()
             self._fetch(copies)
@@ -150,7 +150,7 @@ class RemoteFolder:
 
     def _open_other(self) -> RemoteCopies:
         record = Record.read(self.folder)
-        copies = RemoteCopies(self.folder, self._store, record, owner=self._owner, keep=self._keep)
+        copies = RemoteCopies(self.folder, self._store, record, owner=self.owner, keep=self._keep)
         if record.id != copies.id:  # parts of another run, which process 0 knows nothing of
             files.remove(self.folder / STEPS)
         Record(id=copies.id).write(self.folder)
@@ -283,7 +283,7 @@ class RemoteFolder:
     def _check_owner(self) -> None:
         """Raise a LeaseError if process 0 has lost the lease."""
         _, lease = newest(self._store)
-        if lease is None or lease["owner"] != self._owner:
+        if lease is None or lease["owner"] != self.owner:
             raise LeaseError(f"another process has taken over the run in {self.address}")
 
 
