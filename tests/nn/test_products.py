@@ -15,6 +15,7 @@ import zoo
 from zoo import losses, mlp, sharding, transformer
 from zoo.nn import attention, products
 from zoo.nn.layers import gelu
+from zoo.nn.recurrences.mixers import MIXERS
 
 
 def tokens() -> dict[str, Any]:
@@ -58,7 +59,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "mlp": (lambda: make_mlp("layer"), of_classes),
     **{
         cell: (lambda cell=cell: drawn_rnn(cell, num_layers=1), of_tokens)
-        for cell in ("lstm", "mingru", "gated_deltanet", "mlstm")
+        for cell in ("lstm", "gru", "mingru", *MIXERS)
     },
     "transformer": (
         lambda: small_transformer(

@@ -19,6 +19,7 @@ from zoo.nn.stateful import cast
 from zoo.sharding.axes import keystr
 
 KEY = jax.random.key(0)
+SLOW = pytest.mark.slow
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "recurrences.npz")
 ROWS, HEADS, KEYS, VALUES = 2, 3, 4, 5
 MODULES = {"gated_deltanet": gated_deltanet, "mamba2": mamba2, "mlstm": mlstm}
@@ -241,7 +242,7 @@ def in_float64(name, state, tokens, restart, valid):
         return state, normalised(name, out.swapaxes(0, 1))
 
 
-@pytest.mark.parametrize("seq", [1, 75, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seq", [1, 75, *(pytest.param(n, marks=SLOW) for n in (63, 500, 1000))])
 @pytest.mark.parametrize("name", MODULES)
 def test_chunks_and_their_gradients_are_those_of_steps(name, seq):
     """Outputs, final states and all gradients, of gates of each kind and of documents in rows."""
@@ -271,7 +272,8 @@ def test_chunks_and_their_gradients_are_those_of_steps(name, seq):
 
 
 @pytest.mark.parametrize(
-    "spec", ["data=2,context=2,tensor=2", pytest.param("context=8", marks=pytest.mark.slow)]
+    "spec",
+    ["data=2,context=2,tensor=2", *(pytest.param(f"context={n}", marks=SLOW) for n in (4, 8))],
 )
 @pytest.mark.parametrize("name", LAYERS)
 def test_rows_in_parts_are_those_of_one_device(name, spec):
@@ -358,7 +360,7 @@ def test_layers_in_bf16_keep_gates_and_states_in_fp32(name):
     assert all("HIGHEST" in str(e.params["precision"]) for e in states)
 
 
-@pytest.mark.parametrize("name", ["gated_deltanet", "mlstm"])
+@pytest.mark.parametrize("name", LAYERS)
 def test_chunks_in_bf16_round_as_steps_do(name):
     """Against fp32 of the same weights, at most twice as far off as the layer called step by step.
 
