@@ -103,7 +103,8 @@ def golden(model: torch.nn.Module) -> dict[str, np.ndarray]:
         return arrays | {"hidden": out.last_hidden_state.numpy()} | pooled
     arrays["logits"] = out.logits.float().numpy()
     # Of the sum of the logits, each times a number that the tests draw too.
-    weights = np.random.default_rng(1).normal(size=arrays["logits"].shape) * counted[:, :, None]
+    weights = np.random.default_rng(1).normal(size=arrays["logits"].shape)
+    weights *= counted[:, :, None] if weights.ndim == 3 else 1
     weights = torch.from_numpy(weights)
     table = model.get_input_embeddings().weight
     (model(**inputs).logits * weights).sum().backward()

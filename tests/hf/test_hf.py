@@ -23,6 +23,7 @@ from zoo import transformer
 from zoo.data.tokenizer import load_tokenizer
 from zoo.decoding.decoder import decoder_of
 from zoo.hf.model_types import MODEL_TYPES
+from zoo.publishing.families import body_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
 CASES = sorted(path.name for path in GOLDEN.iterdir())
@@ -38,7 +39,7 @@ SIBLINGS |= {"olmo_hybrid_rotary", "qwen2_moe", "qwen3_5", "qwen3_5_moe"}
 # of another path than the others'.
 DERIVED = QUICK | {"apertus", "bamba", "bert_masked", "deepseek_v2", "falcon", "glm4_moe", "gpt2"}
 DERIVED |= {"gpt_oss", "mamba2", "modernbert", "nemotron", "opt", "phi", "qwen2_moe"}
-DERIVED |= {"qwen3_5_moe", "qwen3_next"}
+DERIVED |= {"bert_classes", "llama_classes", "qwen3_5_moe", "qwen3_next"}
 # The cache of the others is that of one of these; their own maths is in the outputs.
 CACHED = {"bamba", "falcon", "gpt_neo", "gpt_oss", "llama_yarn", "mamba2", "ministral"}
 CACHED |= {"olmo_hybrid", "opt", "phi3_short", "qwen3_next", "xlstm"}
@@ -66,7 +67,7 @@ def outputs(model: Any, golden: Any, derived: bool) -> dict[str, Any]:
     inputs = {x: jnp.asarray(golden[x]) for x in ("token_types", "mask") if x in golden}
     if derived:
         weights = np.random.default_rng(1).normal(size=golden["logits"].shape)
-        if "mask" in golden:
+        if "mask" in golden and weights.ndim == 3:
             weights = weights * golden["mask"][:, :, None]
 
         def total(model: Any) -> tuple[Any, Any]:
@@ -74,7 +75,8 @@ def outputs(model: Any, golden: Any, derived: bool) -> dict[str, Any]:
             return (logits * jnp.asarray(weights, jnp.float32)).sum(), logits
 
         gradient, logits = eqx.filter_jit(eqx.filter_grad(total, has_aux=True))(model)
-        found = {"logits": logits, "gradient": gradient.embedding.weight}
+        table = body_of(gradient).embedding.weight
+        found = {"logits": logits, "gradient": table}
         if "experts" in golden:
             found["experts"] = last_experts(eqx.combine(gradient, model))
         return found
@@ -116,9 +118,10 @@ def test_a_model_is_that_of_transformers_and_written_as_it_was(name: str, tmp_pa
         want = golden[output]
         difference = np.abs(np.asarray(got) - want)
         difference = difference[seen] if want.ndim == 3 else difference
-        largest = np.abs(want).max() if output in ("gradient", "experts") else 1.0
-        assert difference.max() < 1e-4 * largest, output
-        assert np.abs(want).max() > (0.9 if "pooled" in output else 1.5)
+        largest = np.abs(want).max()
+        assert largest > (1.5 if want.ndim == 3 else 0.7), output
+        scale = largest if output in ("gradient", "experts") else 1.0
+        assert difference.max() < 1e-4 * scale, output
     # To the bit.
     zoo.save(tmp_path / name, model, format="hf", like=GOLDEN / name)
     stored, written = tensors(GOLDEN / name), tensors(tmp_path / name)

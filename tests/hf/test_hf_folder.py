@@ -155,10 +155,12 @@ def test_older_config_spellings_are_read(name: str, changes: dict, copy: Any):
         ("llama_yarn", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "'llama_4_scal"),
         ("llama2", {"model_type": "phimoe"}, "'phimoe' is unknown.*sparsemixer"),
         (
-            "llama2",
-            {"architectures": ["LlamaForSequenceClassification"]},
+            "modernbert",
+            {"architectures": ["ModernBertForSequenceClassification"]},
             "whose head is not read: save the model under it",
         ),
+        ("llama_classes", {"problem_type": "regression"}, "no logits of classes that exclude"),
+        ("bert_classes", {"num_labels": 4}, "num_labels=4 and id2label of 3 contradict"),
         ("qwen3_moe", {"num_experts_per_tok": 9}, "experts.per_token=9: must be in 1 to"),
         ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type='relative"),
         ("bert", {"is_decoder": True}, "is_decoder=True is not supported"),
@@ -329,6 +331,29 @@ def test_a_decoder_without_its_head_gives_vectors(copy: Any, tmp_path: Path):
     assert all(again[x].tobytes() == y.tobytes() for x, y in bare.items())
     written = json.loads((tmp_path / "again" / "config.json").read_text())
     assert written["architectures"] == ["LlamaModel"]
+
+
+def test_classes_have_their_names_in_either_format(copy: Any, tmp_path: Path):
+    own, folder, model = tmp_path / "own", copy("llama_classes"), zoo.load(GOLDEN / "llama_classes")
+    zoo.save(own, model, metrics={"classes": ["up", "down", "level"]})
+    edit(folder, id2label={"2": "neither", "0": "sad", "1": "glad"})
+    assert zoo.load(own).head.bias is None
+    for like, names in ((own, ["up", "down", "level"]), (folder, ["sad", "glad", "neither"])):
+        zoo.save(to := tmp_path / f"of_{like.name}", zoo.load(like), format="hf", like=like)
+        written = json.loads((to / "config.json").read_text())
+        assert written["architectures"] == ["LlamaForSequenceClassification"]
+        assert [*written["id2label"].values()] == [*written["label2id"]] == names
+    biased = zoo.Classifier(model.body, 3, key=jax.random.key(0))
+    with pytest.raises(
+        PublishError, match="pooling='last' and bias=True, but pooling='last' and b"
+    ):
+        zoo.save(tmp_path / "biased", biased, format="hf")
+    # An older file of tags may have a pooler, which nothing reads.
+    tags = copy("bert_tags")
+    more = {f"bert.pooler.dense.{x}": np.ones(shape, np.float32) for x, shape in (
+        ("weight", (12, 12)), ("bias", (12,)))}  # fmt: skip
+    safetensors.numpy.save_file(tensors(tags) | more, tags / "model.safetensors")
+    assert zoo.load(tags).body.pooler is None
 
 
 def test_buffers_and_tied_heads_are_accepted(copy: Any):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zoo.hf.gpts import GELUS
+from zoo.hf.heads import OF_DECODERS
 from zoo.hf.llamas import (
     DENSE,
     GATE_UP,
@@ -75,6 +76,7 @@ class NoRope(Rule):
 PHI3 = decoder(
     model_type="phi3",
     architecture="Phi3ForCausalLM",
+    heads=OF_DECODERS,
     rules=(
         *common(Rotary(max_seq_len=4096, fraction=1.0), eps=1e-5, head_dim="derived"),
         # The length that LongRoPE begins with, which the rule of rotary positions reads.
@@ -93,6 +95,7 @@ PHI3 = decoder(
 SMOLLM3 = decoder(
     model_type="smollm3",
     architecture="SmolLM3ForCausalLM",
+    heads=OF_DECODERS,
     rules=(
         *common(Rotary(theta=2_000_000.0, max_seq_len=32768), tied=True, kv_heads=4),
         NoRope(),

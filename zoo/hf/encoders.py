@@ -9,6 +9,7 @@ from typing import Any
 from zoo import transformer
 from zoo.hf.family import Family, canonical
 from zoo.hf.gpts import GELUS
+from zoo.hf.heads import SEQUENCES, TOKENS, head_at
 from zoo.hf.layouts import table
 from zoo.hf.rotary import Rotary
 from zoo.hf.rules import Choice, Computed, Each, Fields, Fixed, LayerTypes, Rule, Same, same, words
@@ -148,6 +149,11 @@ STREAM = {
     "residual.final_norm": False,
     "positions.kind": "learned",
 }
+OF_TOKENS = {TOKENS: head_at("none", "classifier")}
+_WITH_POOLER = {
+    SEQUENCES: head_at("pooler", "classifier.out_proj", pooler="classifier.dense"),
+    **OF_TOKENS,
+}
 # Fields of a pooler that transformers does not have.
 _UNUSED = words(
     "directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers "
@@ -187,6 +193,7 @@ BERT = encoder(
         "cls.predictions.decoder.bias": "cls.predictions.bias",
     },
     left_out={"cls.seq_relationship.": "a head that tells whether sentences follow each other"},
+    heads={SEQUENCES: head_at("pooler", "classifier"), **OF_TOKENS},
 )
 _LM_HEAD = _head("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias")
 _LM_COPIES = {
@@ -212,6 +219,7 @@ ROBERTA = replace(
     ignored=frozenset(),
     copies=_LM_COPIES,
     left_out={},
+    heads=_WITH_POOLER,
 )
 DISTILBERT = encoder(
     model_type="distilbert",
@@ -243,6 +251,7 @@ DISTILBERT = encoder(
     # How the table of positions begins, and rates of dropout.
     ignored=words("sinusoidal_pos_embds dropout attention_dropout qa_dropout seq_classif_dropout"),
     copies={"vocab_projector.weight": "{prefix}embeddings.word_embeddings.weight"},
+    heads=OF_TOKENS,  # the other's pooler has a ReLU
 )
 ESM = encoder(
     model_type="esm",
@@ -288,6 +297,7 @@ ESM = encoder(
     left_out=dict.fromkeys(
         ("esm.contact_head.", "contact_head."), "a regression of contacts on attention"
     ),
+    heads=_WITH_POOLER,
 )
 MODERNBERT = encoder(
     model_type="modernbert",

@@ -25,6 +25,18 @@ from zoo.sharding.axes import keystr, map_parameters
 from zoo.transformer.part_configs import AttentionConfig
 from zoo.transformer.rotary import PositionsConfig
 
+
+@dataclass(frozen=True)
+class Head:
+    """A head for classes in transformers."""
+
+    pooling: str
+    """As of a `zoo.Classifier`, or "none" of a `zoo.TokenClassifier`."""
+    bias: bool
+    tensors: Mapping[str, Tensor]
+    """The places of the head's parameters, and of a pooler that has other names there."""
+
+
 LOAD_BIAS_RATE = 0.001  # of DeepSeek-V3; config.json has none
 HEADLESS = {"encoder.head": "none", "tie_embeddings": False, "head_bias": False}
 
@@ -78,6 +90,8 @@ class Family:
     """The prefix of a model with classes, if it has another."""
     copies: Mapping[str, str] = field(default_factory=dict)
     """Tensors that may repeat another one."""
+    heads: Mapping[str, Head] = field(default_factory=dict)
+    """The heads for classes that it may be under, by the ends of their classes' names."""
 
     def skeleton(self, config: Any) -> PyTree:
         """The model of a configuration, without its arrays."""
@@ -99,9 +113,10 @@ class Family:
 
         def add(path: tuple, axes: tuple[str | None, ...], leaf: Any) -> None:
             key = keystr(path)
-            tensor = places[key]
+            place = key.removeprefix("body.")  # of a model under a head for classes
+            tensor = places[place]
             split = splits[tensor.rows[0]] if tensor.rows else ()
-            layers = layers_of(config, key)
+            layers = layers_of(config, place)
             found[key] = Layout(key, leaf.shape, axes, tensor, prefix, layers, split)
 
         map_parameters(add, skeleton)
@@ -123,13 +138,6 @@ class Family:
             PublishError: a field is missing, unknown or not supported.
         """
         fields, found = Fields(values, where), dict(self.always)
-        for name in values.get("architectures") or ():
-            if name.endswith(("ForSequenceClassification", "ForTokenClassification")):
-                raise fields.refusal(
-                    f"architectures has {name!r}, whose head is not read: save the model under it, "
-                    "by transformers, AutoModel.from_pretrained(...).save_pretrained(folder), and "
-                    "put a new head on it (zoo.Classifier, recipes.finetune --label)"
-                )
         try:
             for rule in self.rules:
                 found |= rule.read(fields)

@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 from zoo.common.checksums import Digest
 from zoo.data import special_tokens
 from zoo.data import tokenizer as tokenizers
-from zoo.hf import floats, quantization, token_ids
+from zoo.hf import floats, heads, quantization, token_ids
 from zoo.hf.family import Family
 from zoo.hf.layouts import Layout, filled, tensors_of
 from zoo.hf.methods import read_method
@@ -102,8 +102,8 @@ class _HuggingFace(Format):
                 "saved without like=, and so without bos_token_id, pad_token_id and the generation "
                 "settings of a folder that the model came from; like=FOLDER keeps them"
             )
-        family = family_of(model, values.get("model_type"))
-        description = family.write(model.config)
+        model, family = heads.of(model, lambda body: family_of(body, values.get("model_type")))
+        description = heads.named(family.write(model.config), like)
         ids = token_ids.describe_ids(model.config, tokenizer, values, generation)
         ids = {name: x for name, x in ids.items() if x is not None or name not in description}
         dtype = str(next(iter(dtypes.values())))
@@ -250,9 +250,9 @@ def _family(
                 "transformers, AutoModelForCausalLM.from_pretrained(...).save_pretrained(folder)"
             )
         raise PublishError(f"{where}: model_type {kind!r} is unknown; known are {known}. {remedy}")
-    family = MODEL_TYPES[kind]
+    family = heads.read(MODEL_TYPES[kind], values, where, ignore)
     given = {x: values[x] for x in values if x != quantization.FIELD}
-    return family, _with_origin(family, family.read(given, where, ignore, names))
+    return family, _with_origin(MODEL_TYPES[kind], family.read(given, where, ignore, names))
 
 
 def _with_origin(family: Family, config: Any) -> Any:

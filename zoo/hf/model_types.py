@@ -6,6 +6,7 @@ from zoo.hf import deepseek, delta_nets, dense, encoders, experts, gpts, mambas,
 from zoo.hf.dense import BIASES
 from zoo.hf.experts import DENSE_MLP, INTERVAL
 from zoo.hf.family import Family
+from zoo.hf.heads import OF_DECODERS
 from zoo.hf.llamas import (
     BOTH_NORMS,
     DENSE,
@@ -29,6 +30,7 @@ VISION = dict.fromkeys(("model.vision_tower.", "vision_tower."), "a vision tower
 LLAMA = decoder(
     model_type="llama",
     architecture="LlamaForCausalLM",
+    heads=OF_DECODERS,
     rules=(
         *common(Rotary()),
         BIASES,
@@ -40,6 +42,7 @@ LLAMA = decoder(
 MISTRAL = decoder(
     model_type="mistral",
     architecture="MistralForCausalLM",
+    heads=OF_DECODERS,
     rules=(
         *common(Rotary(max_seq_len=131072), kv_heads=8),
         Same("sliding_window", "attention.window", 4096),
@@ -65,6 +68,7 @@ MINISTRAL3 = replace(
 QWEN2 = decoder(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
+    heads=OF_DECODERS,
     rules=(
         *common(Rotary(max_seq_len=32768)),
         OptionalLayerTypes(),
@@ -75,6 +79,7 @@ QWEN2 = decoder(
 QWEN3 = decoder(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
+    heads=OF_DECODERS,
     rules=(
         *common(Rotary(max_seq_len=32768), head_dim=128),
         OptionalLayerTypes(),
@@ -122,6 +127,7 @@ CAUSAL = Fixed("use_bidirectional_attention", False)
 GEMMA = decoder(
     model_type="gemma",
     architecture="GemmaForCausalLM",
+    heads=OF_DECODERS,
     rules=(
         *sizes(tied=True, kv_heads=16, head_dim=256),
         # "gelu" is meant to be the other, too.
@@ -137,6 +143,7 @@ GEMMA = decoder(
 GEMMA2 = decoder(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
+    heads=OF_DECODERS,
     rules=(*_gemma_rules(50.0, 30.0), Rotary(max_seq_len=8192), LayerTypes(period=2), CAUSAL),
     always=GEMMA_ALWAYS,
     tensors=DENSE | BOTH_NORMS,
@@ -163,6 +170,7 @@ GEMMA3 = decoder(
 MIXTRAL = decoder(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
+    heads=OF_DECODERS,
     rules=(
         *common(Rotary(theta=1_000_000.0, max_seq_len=131072), eps=1e-5, kv_heads=8),
         Same("sliding_window", "attention.window", None),
@@ -175,6 +183,7 @@ MIXTRAL = decoder(
 QWEN3_MOE = decoder(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
+    heads=OF_DECODERS,
     rules=(
         *common(Rotary(max_seq_len=32768), kv_heads=4, hidden="moe_intermediate_size"),
         OptionalLayerTypes(all_layers=True),

@@ -69,18 +69,18 @@ class Fields:
     def __init__(self, values: Mapping[str, Any], where: str):
         self.values = values
         self._left = dict(values)
-        self._where = where
+        self.where = where
 
     def take(self, name: str, default: Any = _ABSENT) -> Any:
         """A field's value, or the default if it is absent."""
         value = self._left.pop(name, default)
         if value is _ABSENT:
-            raise PublishError(f"{self._where} has no field {name}")
+            raise PublishError(f"{self.where} has no field {name}")
         return value
 
     def refusal(self, reason: str) -> PublishError:
         """An error that names the file."""
-        return PublishError(f"{self._where}: {reason}")
+        return PublishError(f"{self.where}: {reason}")
 
     def finish(self, ignored: Collection[str], allowed: Collection[str] | None = ()) -> None:
         """Refuse the fields that no rule took, but for those `allowed`; None allows all."""

@@ -11,6 +11,7 @@ from typing import Any
 from zoo.hf.encoders import layers
 from zoo.hf.family import Family
 from zoo.hf.gpts import GELUS
+from zoo.hf.heads import labels, num_labels
 from zoo.hf.layouts import table
 from zoo.hf.rules import Choice, Computed, Fields, Fixed, Rule, Same, same, words
 from zoo.transformer import VisionConfig, VisionTransformer
@@ -25,19 +26,15 @@ class Labels(Rule):
 
     def read(self, fields: Fields) -> dict[str, Any]:
         has_head = fields.values.get("architectures") == [self.architecture]
-        labels = fields.values.get("id2label") or {0: "", 1: ""}
-        classes = fields.values.get("num_labels", len(labels))
         return {
-            "num_classes": classes if has_head else 0,
+            "num_classes": num_labels(fields.values, fields.where) if has_head else 0,
             "pooler": self.pooler and not has_head,
         }
 
     def write(self, config: Any) -> dict[str, Any]:
         if not config.num_classes:
             return {}
-        labels = {str(i): f"LABEL_{i}" for i in range(config.num_classes)}
-        ids = {label: int(i) for i, label in labels.items()}
-        return {"architectures": [self.architecture], "id2label": labels, "label2id": ids}
+        return {"architectures": [self.architecture], **labels(config.num_classes)}
 
 
 def _canonical(config: VisionConfig) -> VisionConfig:

@@ -136,7 +136,7 @@ def _is_of_family(model: PyTree) -> bool:
 
 def _fresh(model: PyTree, config: Any) -> PyTree:
     """The skeleton of the model that a configuration makes in the place of this one's."""
-    return _skeleton(_class_of(family_name(model)), config, _around(model))
+    return skeleton(_class_of(family_name(model)), config, _around(model))
 
 
 def reconfigured(model: PyTree, overrides: Mapping[str, Any] | None) -> PyTree:
@@ -163,7 +163,12 @@ def reconfigured(model: PyTree, overrides: Mapping[str, Any] | None) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(_fresh(model, config)), leaves)
 
 
-_AROUND = {"num_members": int, "num_classes": int, "pooling": Literal[Pooling, "none"]}
+_AROUND = {
+    "num_members": int,
+    "num_classes": int,
+    "pooling": Literal[Pooling, "none"],
+    "head_bias": bool,
+}
 
 
 def _around(model: PyTree) -> dict[str, Any]:
@@ -171,7 +176,8 @@ def _around(model: PyTree) -> dict[str, Any]:
     if isinstance(model, Ensemble):
         return {"num_members": model.num_members}
     if isinstance(model, Classifier):
-        return {"num_classes": model.num_classes, "pooling": model.pooling}
+        has_bias = model.head.bias is not None
+        return {"num_classes": model.num_classes, "pooling": model.pooling, "head_bias": has_bias}
     return {}
 
 
@@ -205,7 +211,7 @@ def read_skeleton(folder: Path, like: PyTree = None) -> PyTree:
         }
         config = configuration.from_json(_config_class(cls), values)
         check_counts(config)
-        return _skeleton(cls, config, around)
+        return skeleton(cls, config, around)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise PublishError(
             f"{path}: {error}. The folder was written by version "
@@ -220,7 +226,9 @@ def check_counts(config: Any) -> None:
             raise ValueError(f"{name}={count}: must be at most {_MOST}")
 
 
-def _skeleton(cls: type, config: Any, around: dict[str, Any]) -> PyTree:
+def skeleton(cls: type, config: Any, around: Mapping[str, Any]) -> PyTree:
+    """The skeleton of a configuration's model, with the fields of what is `around` it."""
+
     def one(key: Key[Array, ""]) -> PyTree:
         return cls(config, key=key)
 
@@ -230,9 +238,11 @@ def _skeleton(cls: type, config: Any, around: dict[str, Any]) -> PyTree:
         if "num_classes" in around:
             if "pooling" not in around:
                 raise ValueError("the field pooling is missing beside num_classes")
+            options = {"bias": around.get("head_bias", True), "key": key}  # older ones have one
             if around["pooling"] == "none":
-                return TokenClassifier(one(key), around["num_classes"], key=key)
-            return Classifier(one(key), around["num_classes"], pooling=around["pooling"], key=key)
+                return TokenClassifier(one(key), around["num_classes"], **options)
+            options["pooling"] = around["pooling"]
+            return Classifier(one(key), around["num_classes"], **options)
         return one(key)
 
     return eqx.filter_eval_shape(make, jax.random.key(0))
@@ -336,11 +346,16 @@ def with_more_ends(model: Any, ids: tuple[int, ...]) -> Any:
     old: Any = getattr(model, "config", None)
     if not hasattr(old, "eos_ids") or {*ids} <= {*old.eos_ids}:
         return model
-    new = dataclasses.replace(old, eos_ids=tuple(dict.fromkeys([*old.eos_ids, *ids])))
-    ended = object.__new__(type(model))
-    for name, value in {**vars(model), "config": new}.items():
-        object.__setattr__(ended, name, value)
-    return ended
+    ends = tuple(dict.fromkeys([*old.eos_ids, *ids]))
+    return with_config(model, dataclasses.replace(old, eos_ids=ends))
+
+
+def with_config(model: Any, config: Any) -> Any:
+    """The same model, with another configuration."""
+    changed = object.__new__(type(model))
+    for name, value in {**vars(model), "config": config}.items():
+        object.__setattr__(changed, name, value)
+    return changed
 
 
 class _Own(Format):

@@ -3,7 +3,7 @@
 Legend of suffixes: B batch, T time, E the width of the model's hidden states.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from zoo.nn.products import matmul
 from zoo.nn.protocols import SequenceModel
 from zoo.sharding import constrain
 
-Pooling = Literal["auto", "mean", "last", "first"]
+Pooling = Literal["auto", "mean", "last", "first", "pooler"]
 
 
 class Classifier(CastsAtUse):
@@ -30,12 +30,19 @@ class Classifier(CastsAtUse):
     pooling: str = eqx.field(static=True)
 
     def __init__(
-        self, body: Any, num_classes: int, *, pooling: Pooling = "auto", key: Key[Array, ""]
+        self,
+        body: Any,
+        num_classes: int,
+        *,
+        pooling: Pooling = "auto",
+        bias: bool = True,
+        key: Key[Array, ""],
     ):
         """`body` is a `SequenceModel`, from which its own head is taken.
 
         With "auto" the head reads the last token of a causal model, as it has seen the others, and
-        the mean over the tokens of other models.
+        the mean over the tokens of other models; with "pooler" what the model's own pooler makes of
+        the first token.
 
         Raises:
             ValueError: a model that gives no vector per token, or another pooling.
@@ -49,7 +56,17 @@ class Classifier(CastsAtUse):
         if pooling == "auto":
             pooling = "last" if body.is_causal else "mean"
         self.body, self.pooling = body.without_head(), pooling
-        self.head = Linear(body.width, num_classes, in_axis="embed", out_axis="classes", key=key)
+        if pooling == "pooler":
+            pooler = getattr(body, "pooler", None)
+            configuration.require(
+                pooler is not None, "pooling='pooler': the model has none; take 'first' or 'mean'"
+            )
+            self.body = eqx.tree_at(
+                lambda body: body.pooler, self.body, pooler, is_leaf=lambda x: x is None
+            )
+        self.head = Linear(
+            body.width, num_classes, in_axis="embed", out_axis="classes", bias=bias, key=key
+        )
 
     @property
     def config(self) -> Any:
@@ -77,9 +94,16 @@ class Classifier(CastsAtUse):
         *,
         mask: Bool[Array, "batch seq"] | None = None,
         key: Key[Array, ""] | None = None,
+        **options: Any,
     ) -> Float[Array, "batch classes"]:
-        """The logits of the classes; `mask` is False at padding, and a `key` turns dropout on."""
-        x_BTE = self.body.hidden(tokens, mask=mask, key=key)
+        """The logits of the classes; `mask` is False at padding, and a `key` turns dropout on.
+
+        The model under the head gets the other `options` too, such as `token_types`.
+        """
+        x_BTE = self.body.hidden(tokens, mask=mask, key=key, **options)
+        if self.pooling == "pooler":
+            pooled_BE = constrain(cast("Any", self.body).pooled(x_BTE), "batch", "embed")
+            return constrain(self.logits(pooled_BE), "batch", None)
         valid_BT = jnp.ones(tokens.shape, bool) if mask is None else mask
         if self.pooling == "mean":
             weights_BT = valid_BT.astype(jnp.float32)
@@ -106,13 +130,13 @@ class TokenClassifier(Classifier):
     int32[batch, seq] to float32[batch, seq, classes].
     """
 
-    def __init__(self, body: Any, num_classes: int, *, key: Key[Array, ""]):
+    def __init__(self, body: Any, num_classes: int, *, bias: bool = True, key: Key[Array, ""]):
         """`body` is a `SequenceModel`, from which its own head is taken.
 
         Raises:
             ValueError: a model that gives no vector per token.
         """
-        super().__init__(body, num_classes, key=key)
+        super().__init__(body, num_classes, bias=bias, key=key)
         self.pooling = "none"
 
     def __call__(
@@ -121,7 +145,8 @@ class TokenClassifier(Classifier):
         *,
         mask: Bool[Array, "batch seq"] | None = None,
         key: Key[Array, ""] | None = None,
+        **options: Any,
     ) -> Float[Array, "batch seq classes"]:
-        """The logits of the classes; `mask` is False at padding, and a `key` turns dropout on."""
-        logits = self.logits(self.body.hidden(tokens, mask=mask, key=key))
+        """The logits of the classes of each token; see `Classifier`."""
+        logits = self.logits(self.body.hidden(tokens, mask=mask, key=key, **options))
         return constrain(logits, "batch", "inner_seq", None)

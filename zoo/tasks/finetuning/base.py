@@ -177,7 +177,9 @@ def prepare(config: Config, model: PyTree, key: Key[Array, ""], num_classes: int
     if num_classes and config.data.format == "tags":
         return TokenClassifier(model, num_classes, key=head_key)
     if num_classes:
-        return Classifier(model, num_classes, pooling=config.pooling, key=head_key)
+        bias = not model.is_causal  # as transformers has it, which opens such a model
+        pooling = config.pooling
+        return Classifier(model, num_classes, pooling=pooling, bias=bias, key=head_key)
     return model
 
 

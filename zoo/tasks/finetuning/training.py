@@ -177,7 +177,7 @@ def train_classifier(
     training = classification.training(run, config.optimizer, data, make_model)
 
     def save(folder: Path, model: PyTree, metrics: dict[str, Any]) -> None:
-        # No format but the zoo's has this head.
+        # The zoo's format has every head, and Hugging Face's only some.
         plain = base.as_stored(merge(run, model))
         models.save(folder, plain, tokenizer=processor or base.tokenizer, metrics=metrics)
 
