@@ -137,12 +137,13 @@ def of(model: PyTree, find: Callable[[PyTree], Family]) -> tuple[PyTree, Family]
 
 def num_labels(values: Mapping[str, Any], where: str) -> int:
     """The number of classes by a `config.json`; two if it does not say."""
-    labels = values.get("id2label")
-    count = values.get("num_labels", 2 if labels is None else len(labels))
-    if labels is not None and count != len(labels):
+    labels = values.get("id2label") or {}
+    named = len(labels) if isinstance(labels, dict) else -1
+    count = values.get("num_labels", named or 2)
+    if not isinstance(count, int) or count < 1 or named not in (0, count):
         raise PublishError(
-            f"{where}: num_labels={count} and id2label of {len(labels)} contradict each other; "
-            "remove the one that is wrong"
+            f"{where}: num_labels={count!r} and id2label={labels!r:.200} contradict each other, or "
+            "are no number and no names of classes; remove the one that is wrong"
         )
     return count
 
@@ -161,9 +162,7 @@ def named(values: dict[str, Any], folder: Path | None) -> dict[str, Any]:
     if folder is None or "id2label" not in values:
         return values
     theirs: dict[str, Any] = json_object(folder / CONFIG).get("id2label") or {}
-    by_number: list[Any] = [
-        theirs.get(str(i)) for i in range(len(theirs))
-    ]  # a file may be sorted as text
-    names = json_object(folder / METRICS).get("classes") or by_number
+    numbers = map(str, range(len(theirs)))  # a file may be sorted as text
+    names: Any = json_object(folder / METRICS).get("classes") or [*map(theirs.get, numbers)]
     is_whole = len(names) == len(values["id2label"]) and None not in names
     return {**values, **(labels(names) if is_whole else {})}
