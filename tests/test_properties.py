@@ -496,7 +496,7 @@ def of_a_step(names: list[str], world: Hostile) -> Any:
     world.put("run/checkpoints/5/checksums.json", json.loads(checksums.as_text(listed)))
     for name in names:
         world.put(f"run/checkpoints/5/{name}")
-    copies = RemoteCopies(world.folder, Store("memory://store/run"), Record(), keep=1)
+    copies = RemoteCopies(world.folder, Store("memory://store/run"), Record(), owner="me", keep=1)
     if copies.fetch_step(above=-1) is None:
         raise AddressError("damaged")
     return tree(world.folder / "checkpoints" / "5")
@@ -506,7 +506,7 @@ def of_a_run(names: list[str], world: Hostile) -> Any:
     world.put("run/run.json", {"id": "1"})
     for name in names:
         world.put(f"run/{name}")
-    RemoteCopies(world.folder, Store("memory://store/run"), Record(), keep=1).fetch()
+    RemoteCopies(world.folder, Store("memory://store/run"), Record(), owner="me", keep=1).fetch()
     return tree(world.folder)
 
 
