@@ -93,8 +93,10 @@ class Block(nnx.Module):
             rngs=rngs,
         )
         projections = (self.attention.query, self.attention.key, self.attention.value)
-        for linear, name in zip((*projections, self.attention.out), given.ATTENTION, strict=True):
-            assign(linear.kernel, layer[name])
+        for projection, name in zip(
+            (*projections, self.attention.out), given.ATTENTION, strict=True
+        ):
+            assign(projection.kernel, layer[name])
         self.up = linear(layer["w_up"], None, dtype)
         self.down = linear(layer["w_down"], None, dtype)
 
