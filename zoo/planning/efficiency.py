@@ -1,7 +1,8 @@
-"""What chips reach of their peaks, by kind of instruction, as others have measured it."""
+"""Measured shares of the peaks of chips, by kind of instruction, with their sources."""
 
-import math
 from typing import NamedTuple
+
+import numpy as np
 
 from zoo.training.chips import Chip
 
@@ -46,20 +47,15 @@ class Efficiency(NamedTuple):
 
 def _at(shares: Shares, size: float) -> float:
     """The share at a size, between the measured ones by the logarithm of the size."""
-    (before, share), *more = shares
-    for after, next_share in more:
-        if size < after:
-            part = math.log(max(size, before) / before) / math.log(after / before)
-            return share + part * (next_share - share)
-        before, share = after, next_share
-    return share
+    sizes, measured = zip(*shares, strict=True)
+    return float(np.interp(np.log(max(size, 1.0)), np.log(sizes), measured))
 
 
 PEAKS = Efficiency()
 
 
 def efficiency(chip: Chip) -> Efficiency:
-    """What is measured of a chip; of one that is not in the table, its peaks."""
+    """The measured shares of a chip; its peaks, if it is not in the table."""
     return EFFICIENCIES.get(chip.name, PEAKS)
 
 

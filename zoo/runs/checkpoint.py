@@ -48,7 +48,7 @@ class DamagedExtras(CheckpointError):
 
 @runtime_checkable
 class Copies(Protocol):
-    """What copies the steps of the processes' own folders to one address, and from there."""
+    """A copier of steps between the processes' own folders and one address."""
 
     owner: str  # an id of this start in all processes: parts of two starts do not fit together
 

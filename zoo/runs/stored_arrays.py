@@ -60,7 +60,7 @@ def _owners(array: jax.Array) -> dict[Box, tuple[int, Any]]:
 
 
 def held(arrays: Mapping[str, jax.Array]) -> Held:
-    """What this process writes of arrays, on the host: views where the devices are the host's.
+    """The parts of arrays that this process writes, on the host: views where that is the device.
 
     While NumPy looks at a buffer, JAX does not donate it.
     """
