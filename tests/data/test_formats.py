@@ -19,7 +19,8 @@ from stores import gs, gs_port, s3, s3_port  # noqa: F401
 
 from zoo.common.addresses import AddressError, location
 from zoo.data import formats
-from zoo.data.splits import SourceDocument, plan_splits, read_split, sample_texts
+from zoo.data.formats import SourceDocument, read_split, sample_texts
+from zoo.data.splits import Piece, plan_splits
 
 MIB = 2**20
 
@@ -377,11 +378,7 @@ def test_lines_of_later_pieces_are_counted_from_them(tmp_path):
     assert f"{path}, line 3 after byte 76: no text in field" in error_of(path, shard_bytes=40)
     array = write(path, b"[\n" + b'{"text": "x"},\n' * 20 + b"]")
     with pytest.raises(ValueError, match="is a JSON array, and needs an object per line"):
-        list(
-            formats.read_jsonl(
-                formats.Piece(str(array), "a", array.stat().st_size, begin, begin + 50)
-            )
-        )
+        list(formats.read_jsonl(Piece(str(array), "a", array.stat().st_size, begin, begin + 50)))
 
 
 @pytest.mark.parametrize(
@@ -441,7 +438,7 @@ def test_open_quotes_do_not_read_the_rest_of_a_table(tmp_path, monkeypatch):
 
 GROWTH = """
 import re, sys
-from zoo.data.splits import read_split
+from zoo.data.formats import read_split
 from zoo.data.splits import plan_splits
 
 def peak():

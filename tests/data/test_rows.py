@@ -13,10 +13,11 @@ import zoo
 from zoo.alignment.preferences import Config
 from zoo.data import rows
 from zoo.data.chats import ChatTemplate
+from zoo.data.formats import read_split
 from zoo.data.prepared import command, hashes, tokenizing
 from zoo.data.prepared.opening import open_prepared
 from zoo.data.prepared.prepare import prepare
-from zoo.data.splits import plan_splits, read_split
+from zoo.data.splits import plan_splits
 from zoo.data.token_datasets import BucketedDataset
 from zoo.data.tokenizer import BPETokenizer, ByteTokenizer, load_tokenizer
 from zoo.tasks.finetuning import Data, read_text

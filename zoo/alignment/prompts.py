@@ -13,8 +13,8 @@ from zoo.common import checksums, configuration
 from zoo.common.configuration import may_differ, require
 from zoo.data.chats import ChatTemplate, messages_of
 from zoo.data.datasets import HostBatch, Row, SeededDataset, hashed_integer
-from zoo.data.formats import format_of
-from zoo.data.splits import plan_splits, text_of
+from zoo.data.formats import reader_of, text_of
+from zoo.data.splits import plan_splits
 from zoo.data.tokenizer import Tokenizer
 from zoo.tasks.generation import encode_prompt
 
@@ -129,4 +129,4 @@ def _rows(files: str) -> Iterator[tuple[str, dict[str, Any]]]:
         return
     for split in plan_splits(files, shard_bytes=2**62):
         for piece in split.pieces:
-            yield from (record[1:] for record in format_of(piece.path).read(piece))
+            yield from (record[1:] for record in reader_of(piece.path)(piece))

@@ -1,188 +1,40 @@
-"""Formats of files by their suffixes, and a reader for each: the records, with their places.
+"""Formats of files by their suffixes, a reader for each, and the documents in splits of files.
 
-Files and addresses are read in a stream, whole or a piece of one, and decompressed on the way.
+A reader gives the records of a piece in a stream, each with its place.
 """
 
 import codecs
 import contextlib
 import csv
-import gzip
-import importlib
+import dataclasses
 import io
 import json
 import math
 import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from os.path import splitext
-from types import ModuleType
 from typing import Any, NamedTuple
 
-import xxhash
+from zoo.common.addresses import is_remote
+from zoo.data.splits import (
+    Given,
+    Piece,
+    Split,
+    compression_of,
+    divide,
+    extra,
+    located,
+    opened,
+    suffix_of,
+)
 
-from zoo.common.addresses import Location, explained, is_remote, location
-
-COMPRESSIONS = (".gz", ".zst")
 MAX_DOCUMENT = 256 * 2**20
 """Largest document of a prepared corpus, in bytes as stored: memory stays bounded."""
-_HEAD = 2**20  # bytes that are hashed
-_BLOCK = 2**23  # bytes that are asked of a store at a time; s3fs would ask for 50 MiB
+_PLACES = 256  # in the corpus that are sampled, about
 
 Record = tuple[int, str, dict[str, Any]]
 """A record's number, its location in words, and its fields."""
 Columns = Sequence[str] | None
 """The fields that are wanted, a document's text before the others; None: all."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A file, or the part of it that begins in its bytes [begin, end).
-
-    A line or a row group belongs to the piece in which it begins. Of a compressed file, of CSV and
-    of text there is only the whole.
-    """
-
-    path: str
-    """Path or address."""
-    name: str
-    """Path relative to the fixed folder of the glob that found it."""
-    size: int
-    """Bytes of the whole file when the splits were planned; another size is an error later."""
-    begin: int
-    """First byte."""
-    end: int
-    """First byte of the next piece."""
-    version: str = ""
-    """A mark that differs in another file of the same name and size: the hash of its first MiB and,
-    of a larger one, the time of its last change; at an address the time alone. Empty: not known."""
-
-    @property
-    def label(self) -> str:
-        """The name, and the byte from which lines are counted where that is not the first."""
-        return f"{self.name}+{self.begin}" if self.begin else self.name
-
-
-def whole_file(path: Location, name: str = "") -> Piece:
-    """A file as one piece."""
-    with explained(path):
-        stat = path.stat()
-        version = ""
-        if not is_remote(path):
-            with open(path, "rb") as file:
-                version = xxhash.xxh3_128_hexdigest(file.read(_HEAD))
-    if is_remote(path) or stat.st_size > _HEAD:
-        version = f"{version} {stat.st_mtime or ''}".strip()
-    return Piece(str(path), name or path.name, stat.st_size, 0, stat.st_size, version)
-
-
-def compression_of(path: str) -> str:
-    """The suffix that says how a file is compressed, or ""."""
-    suffix = splitext(path)[1].lower()
-    return suffix if suffix in COMPRESSIONS else ""
-
-
-@contextlib.contextmanager
-def opened(piece: Piece) -> Iterator[io.BufferedReader]:
-    """The content of a piece's whole file as a stream; a compressed one cannot be sought.
-
-    Raises:
-        ImportError: the compression needs an extra that is not installed.
-        ValueError: the file has changed since its splits were planned, or, while it is read, its
-            compression is broken.
-    """
-    compression = compression_of(piece.path)
-    with found(piece) as place, contextlib.ExitStack() as stack:
-        if is_remote(place):  # files of fsspec have a slow readline of their own
-            file = io.BufferedReader(place.open("rb", block_size=_BLOCK), 2**20)
-        else:
-            file = place.open("rb")
-        stack.enter_context(file)
-        if not compression:
-            yield file
-            return
-        try:
-            if not piece.size:
-                raise EOFError("it is empty")
-            gzipped = compression == ".gz"
-            content: Any = gzip.GzipFile(fileobj=file) if gzipped else _Zstandard(file, piece.path)
-            with io.BufferedReader(content, 2**17) as stream:
-                yield stream
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise ValueError(
-                f"{piece.path} is no whole {compression} file: {error}; copy or compress it again"
-            ) from error
-
-
-@contextlib.contextmanager
-def found(piece: Piece) -> Iterator[Any]:
-    """The location of a piece, in a context that explains a store's errors.
-
-    Raises:
-        ValueError: the file has changed since its splits were planned.
-    """
-    place, own = location(piece.path, "data"), None
-    with explained(place):
-        try:
-            now = whole_file(place)
-            if (now.size, now.version) != (piece.size, piece.version or now.version):
-                raise ValueError(
-                    f"{piece.path} has {now.size} bytes and has changed since its splits were "
-                    f"planned, when it had {piece.size}: files must not change while they are "
-                    "read; start again"
-                )
-            yield place
-        except ValueError as error:  # of content; it could be mistaken for the store's
-            own = error
-    if own is not None and "support range requests" in str(own):
-        raise ValueError(
-            f"{piece.path}: its server does not send parts of files; copy it here"
-        ) from own
-    if own is not None:
-        raise own
-
-
-def extra(module: str, name: str, path: str) -> ModuleType:
-    """A module of an extra; an ImportError names the file that needs it and the command."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError(f"{path} needs an extra: pip install 'zoo[{name}]'") from error
-
-
-class _Zstandard(io.RawIOBase):
-    """The content of zstd frames, one after the other.
-
-    The stream readers of zstandard end a truncated file without an error, so the frames are
-    followed here. Little is fed at a time: 4 bytes can give 128 KiB.
-    """
-
-    def __init__(self, file: io.BufferedReader, path: str):
-        self._zstandard: Any = extra("zstandard", "compressed", path)
-        self._file = file
-        self._frame: Any = None  # the one that is being decompressed
-        self._fed, self._ready = b"", memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            fed = self._fed or self._file.read(2048)
-            if not fed:
-                if self._frame is not None:
-                    raise EOFError("it ends within a frame")
-                return 0
-            self._frame = self._frame or self._zstandard.ZstdDecompressor().decompressobj()
-            try:
-                self._ready = memoryview(self._frame.decompress(fed))
-            except self._zstandard.ZstdError as error:
-                raise EOFError(str(error)) from error
-            self._fed = self._frame.unused_data if self._frame.eof else b""
-            self._frame = None if self._frame.eof else self._frame
-        count = min(len(buffer), len(self._ready))
-        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
-        return count
 
 
 def read_text(piece: Piece, columns: Sequence[str]) -> Iterator[Record]:
@@ -328,7 +180,7 @@ def read_parquet(piece: Piece, columns: Columns = None) -> Iterator[Record]:
     arrow: Any = extra("pyarrow", "parquet", piece.path)
     parquet: Any = extra("pyarrow.parquet", "parquet", piece.path)
     row = 0
-    with found(piece) as place, contextlib.ExitStack() as stack:
+    with located(piece) as place, contextlib.ExitStack() as stack:
         source = place
         if is_remote(place):
             source = stack.enter_context(place.open("rb", cache_type="none"))
@@ -399,28 +251,108 @@ def _check_length(length: int, where: str) -> None:
         )
 
 
-class Format(NamedTuple):
-    """How the files of a suffix are read."""
-
-    read: Callable[..., Iterator[Record]]
-    """Reader of a piece: its records, with all fields, or the given ones alone."""
-    divisible: bool
-    """Whether a file can be read in pieces, if it is not compressed."""
-
-
-TEXT = Format(read_text, divisible=False)
-PARQUET = Format(read_parquet, divisible=True)
-FORMATS = {
-    ".jsonl": Format(read_jsonl, divisible=True),
-    ".ndjson": Format(read_jsonl, divisible=True),
-    ".json": Format(read_json, divisible=False),
-    ".csv": Format(read_csv, divisible=False),
-    **dict.fromkeys((".fasta", ".fa", ".faa", ".fna"), Format(read_fasta, divisible=False)),
-    ".parquet": PARQUET,
+FORMATS: dict[str, Callable[..., Iterator[Record]]] = {
+    ".jsonl": read_jsonl,
+    ".ndjson": read_jsonl,
+    ".json": read_json,
+    ".csv": read_csv,
+    **dict.fromkeys((".fasta", ".fa", ".faa", ".fna"), read_fasta),
+    ".parquet": read_parquet,
 }
-"""Formats of records with fields by suffix; every other file is a text."""
+"""Readers of records with fields by suffix; every other file is a text."""
 
 
-def format_of(path: str) -> Format:
-    """The format of a file, by its suffix, or the one before .gz or .zst."""
-    return FORMATS.get(splitext(path.lower().removesuffix(compression_of(path)))[1], TEXT)
+def reader_of(path: str) -> Callable[..., Iterator[Record]]:
+    """The reader of a file's pieces, by its suffix, or the one before .gz or .zst."""
+    return FORMATS.get(suffix_of(path), read_text)
+
+
+class SourceDocument(NamedTuple):
+    """A text with the place it was read from."""
+
+    source: int
+    """Index of the file in `Split.names`."""
+    record: int
+    """Line (of a CSV file, where the row ends), row or element; 0 for a text file."""
+    text: str
+    label: str | None = None
+
+
+def read_split(
+    split: Split | Given, field: str = "text", label: str | None = None
+) -> Iterator[SourceDocument]:
+    """The documents of a split in their order, read in a stream, by their text's and label's field.
+
+    Raises:
+        ValueError: what cannot be read, with its file and line, row or record, and the fix.
+    """
+    if isinstance(split, Given):
+        for source, (_, text) in enumerate(split.documents):
+            yield SourceDocument(source, 0, text)
+        return
+    columns = [field] if label is None else [field, label]
+    for source, piece in enumerate(split.pieces):
+        read = reader_of(piece.path)
+        if label is not None and read is read_text:
+            raise ValueError(
+                f"{piece.path} has no field {label!r}: labels are in {', '.join(FORMATS)} files"
+            )
+        for number, where, record in read(piece, columns):
+            try:
+                text, found = text_of(record, field), None
+                if label is not None:
+                    if label not in record:
+                        raise ValueError(f"no field {label!r}; its fields are {sorted(record)}")
+                    found = record[label]
+                    if not isinstance(found, str | int) or found == "":
+                        raise ValueError(
+                            f"field {label!r} is {found!r}: a label is a string or an integer"
+                        )
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from error
+            yield SourceDocument(source, number, text, None if label is None else str(found))
+
+
+def text_of(record: dict[str, Any], field: str) -> str:
+    """The text in a field of a record; a ValueError unless it is one."""
+    text = record.get(field)
+    if not isinstance(text, str):
+        hint = "; words with tags are rows of --data.format tags" if isinstance(text, list) else ""
+        raise ValueError(
+            f"no text in field {field!r}, but {text!r:.40}; its fields are {sorted(record)}{hint}"
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # "\ud800" is valid JSON, but no text
+        raise ValueError(f"lone surrogate at character {error.start} of {field!r}") from error
+    return text
+
+
+def sample_texts(
+    splits: Sequence[Split],
+    field: str = "text",
+    *,
+    num_bytes: int = 64 * 2**20,
+    wanted: Callable[[str], bool] = lambda text: True,
+) -> Iterator[str]:
+    """Texts of about `num_bytes` in all, from everywhere in the files, whatever the splits.
+
+    The first texts of each of some hundred parts of equal size; of a compressed file, its
+    beginning. All texts where the files have no more. Only `wanted` ones, such as those
+    that are not held out.
+    """
+    pieces = (piece for split in splits for piece in split.pieces)
+    files = dict.fromkeys(dataclasses.replace(piece, begin=0, end=piece.size) for piece in pieces)
+    total = sum(file.size for file in files)
+    parts = divide(files, max(2**20, total // _PLACES))
+    left = num_bytes
+    # The smallest first: what a part leaves of its share is for those after it.
+    for index, part in enumerate(sorted(parts, key=lambda part: part.num_bytes)):
+        share = left // (len(parts) - index)
+        for document in read_split(part, field):
+            if wanted(document.text):
+                size = len(document.text.encode())
+                share, left = share - size, left - size
+                yield document.text
+            if share <= 0:
+                break

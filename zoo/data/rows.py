@@ -20,8 +20,8 @@ from zoo.data.chats import (
     parts_of,
     tools_of,
 )
-from zoo.data.formats import FORMATS, TEXT, format_of
-from zoo.data.splits import Split, plan_splits, text_of
+from zoo.data.formats import FORMATS, read_text, reader_of, text_of
+from zoo.data.splits import Split, plan_splits
 from zoo.data.tags import MOST, of_tags
 from zoo.data.tokenizer import Tokenizer, end_id, reading, unframed
 
@@ -261,11 +261,11 @@ def read_rows(
     """
     form, template = None, None
     for source, piece in enumerate(split.pieces):
-        file = format_of(piece.path)
-        if file is TEXT:
+        read = reader_of(piece.path)
+        if read is read_text:
             known = ", ".join(FORMATS)
             raise ValueError(f"{piece.path} has no fields: rows are read from {known} files")
-        for number, where, record in file.read(piece):
+        for number, where, record in read(piece):
             try:
                 row = {column: value for column, value in record.items() if value is not None}
                 for column, given in (names or {}).items():

@@ -1,36 +1,81 @@
-"""Splits: the files of a corpus in parts of about equal size, and the documents of each."""
+"""Splits: the files of a corpus in parts of about equal size, and their content as streams.
 
+Files and addresses are read whole or a piece of one, and decompressed on the way.
+"""
+
+import contextlib
 import dataclasses
 import functools
+import gzip
 import hashlib
+import importlib
+import io
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from os.path import splitext
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any
 
-from zoo.common.addresses import files_matching
-from zoo.data.formats import (
-    FORMATS,
-    PARQUET,
-    TEXT,
-    Piece,
-    compression_of,
-    extra,
-    format_of,
-    whole_file,
-)
+import xxhash
 
-_PLACES = 256  # in the corpus that are sampled, about
+from zoo.common.addresses import Location, explained, files_matching, is_remote, location
+
+COMPRESSIONS = (".gz", ".zst")
+_DIVISIBLE = (".jsonl", ".ndjson", ".parquet")  # whose readers take a part of a file
 _REFUSED = {
     ".arrow": "write it as Parquet",
     ".feather": "write it as Parquet",
     **dict.fromkeys((".tar", ".tgz", ".zip", ".7z"), "unpack the archive"),
     **dict.fromkeys((".bz2", ".xz", ".lz4", ".br"), "compress it as .gz or .zst instead"),
 }
+_HEAD = 2**20  # bytes that are hashed
+_BLOCK = 2**23  # bytes that are asked of a store at a time; s3fs would ask for 50 MiB
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A file, or the part of it that begins in its bytes [begin, end).
+
+    A line or a row group belongs to the piece in which it begins. Of a compressed file, of CSV and
+    of text there is only the whole.
+    """
+
+    path: str
+    """Path or address."""
+    name: str
+    """Path relative to the fixed folder of the glob that found it."""
+    size: int
+    """Bytes of the whole file when the splits were planned; another size is an error later."""
+    begin: int
+    """First byte."""
+    end: int
+    """First byte of the next piece."""
+    version: str = ""
+    """A mark that differs in another file of the same name and size: the hash of its first MiB and,
+    of a larger one, the time of its last change; at an address the time alone. Empty: not known."""
+
+    @property
+    def label(self) -> str:
+        """The name, and the byte from which lines are counted where that is not the first."""
+        return f"{self.name}+{self.begin}" if self.begin else self.name
+
+
+def whole_file(path: Location, name: str = "") -> Piece:
+    """A file as one piece."""
+    with explained(path):
+        stat = path.stat()
+        version = ""
+        if not is_remote(path):
+            with open(path, "rb") as file:
+                version = xxhash.xxh3_128_hexdigest(file.read(_HEAD))
+    if is_remote(path) or stat.st_size > _HEAD:
+        version = f"{version} {stat.st_mtime or ''}".strip()
+    return Piece(str(path), name or path.name, stat.st_size, 0, stat.st_size, version)
 
 
 @dataclass(frozen=True)
@@ -136,7 +181,7 @@ def divide(files: Iterable[Piece], shard_bytes: int) -> list[Split]:
 
 
 def _pieces(file: Piece, shard_bytes: int) -> list[Piece]:
-    divisible = format_of(file.path).divisible and not compression_of(file.path)
+    divisible = suffix_of(file.path) in _DIVISIBLE and not compression_of(file.path)
     count = max(1, -(-file.size // shard_bytes)) if divisible else 1
     bounds = [file.size * i // count for i in range(count + 1)]
     return [
@@ -151,104 +196,127 @@ def check_readable(path: str) -> None:
         ImportError: it needs an extra that is not installed.
         ValueError: its format has no documents, with what to do.
     """
-    compression, format = compression_of(path), format_of(path)
-    reason = _REFUSED.get(splitext(path.lower().removesuffix(compression))[1])
-    if compression and format is PARQUET:
+    compression, suffix = compression_of(path), suffix_of(path)
+    reason = _REFUSED.get(suffix)
+    if compression and suffix == ".parquet":
         reason = ".parquet files compress their content by themselves: decompress it"
     if reason:
         raise ValueError(f"{path} cannot be read: {reason}; or leave it out of the pattern")
     if compression == ".zst":
         extra("zstandard", "compressed", path)
-    if format is PARQUET:
+    if suffix == ".parquet":
         extra("pyarrow", "parquet", path)
 
 
-class SourceDocument(NamedTuple):
-    """A text with the place it was read from."""
-
-    source: int
-    """Index of the file in `Split.names`."""
-    record: int
-    """Line (of a CSV file, where the row ends), row or element; 0 for a text file."""
-    text: str
-    label: str | None = None
+def compression_of(path: str) -> str:
+    """The suffix that says how a file is compressed, or ""."""
+    suffix = splitext(path)[1].lower()
+    return suffix if suffix in COMPRESSIONS else ""
 
 
-def read_split(
-    split: Split | Given, field: str = "text", label: str | None = None
-) -> Iterator[SourceDocument]:
-    """The documents of a split in their order, read in a stream, by their text's and label's field.
+def suffix_of(path: str) -> str:
+    """The suffix that names a file's format, in lower case: of `a.CSV.gz` it is `.csv`."""
+    return splitext(path.lower().removesuffix(compression_of(path)))[1]
+
+
+@contextlib.contextmanager
+def opened(piece: Piece) -> Iterator[io.BufferedReader]:
+    """The content of a piece's whole file as a stream; a compressed one cannot be sought.
 
     Raises:
-        ValueError: what cannot be read, with its file and line, row or record, and the fix.
+        ImportError: the compression needs an extra that is not installed.
+        ValueError: the file has changed since its splits were planned, or, while it is read, its
+            compression is broken.
     """
-    if isinstance(split, Given):
-        for source, (_, text) in enumerate(split.documents):
-            yield SourceDocument(source, 0, text)
-        return
-    columns = [field] if label is None else [field, label]
-    for source, piece in enumerate(split.pieces):
-        format = format_of(piece.path)
-        if label is not None and format is TEXT:
+    compression = compression_of(piece.path)
+    with located(piece) as place, contextlib.ExitStack() as stack:
+        if is_remote(place):  # files of fsspec have a slow readline of their own
+            file = io.BufferedReader(place.open("rb", block_size=_BLOCK), 2**20)
+        else:
+            file = place.open("rb")
+        stack.enter_context(file)
+        if not compression:
+            yield file
+            return
+        try:
+            if not piece.size:
+                raise EOFError("it is empty")
+            gzipped = compression == ".gz"
+            content: Any = gzip.GzipFile(fileobj=file) if gzipped else _Zstandard(file, piece.path)
+            with io.BufferedReader(content, 2**17) as stream:
+                yield stream
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ValueError(
-                f"{piece.path} has no field {label!r}: labels are in {', '.join(FORMATS)} files"
-            )
-        for number, where, record in format.read(piece, columns):
-            try:
-                text, found = text_of(record, field), None
-                if label is not None:
-                    if label not in record:
-                        raise ValueError(f"no field {label!r}; its fields are {sorted(record)}")
-                    found = record[label]
-                    if not isinstance(found, str | int) or found == "":
-                        raise ValueError(
-                            f"field {label!r} is {found!r}: a label is a string or an integer"
-                        )
-            except ValueError as error:
-                raise ValueError(f"{where}: {error}") from error
-            yield SourceDocument(source, number, text, None if label is None else str(found))
+                f"{piece.path} is no whole {compression} file: {error}; copy or compress it again"
+            ) from error
 
 
-def text_of(record: dict[str, Any], field: str) -> str:
-    """The text in a field of a record; a ValueError unless it is one."""
-    text = record.get(field)
-    if not isinstance(text, str):
-        hint = "; words with tags are rows of --data.format tags" if isinstance(text, list) else ""
-        raise ValueError(
-            f"no text in field {field!r}, but {text!r:.40}; its fields are {sorted(record)}{hint}"
-        )
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # "\ud800" is valid JSON, but no text
-        raise ValueError(f"lone surrogate at character {error.start} of {field!r}") from error
-    return text
+@contextlib.contextmanager
+def located(piece: Piece) -> Iterator[Any]:
+    """The location of a piece, in a context that explains a store's errors.
 
-
-def sample_texts(
-    splits: Sequence[Split],
-    field: str = "text",
-    *,
-    num_bytes: int = 64 * 2**20,
-    wanted: Callable[[str], bool] = lambda text: True,
-) -> Iterator[str]:
-    """Texts of about `num_bytes` in all, from everywhere in the files, whatever the splits.
-
-    The first texts of each of some hundred parts of equal size; of a compressed file, its
-    beginning. All texts where the files have no more. Only `wanted` ones, such as those
-    that are not held out.
+    Raises:
+        ValueError: the file has changed since its splits were planned.
     """
-    pieces = (piece for split in splits for piece in split.pieces)
-    files = dict.fromkeys(dataclasses.replace(piece, begin=0, end=piece.size) for piece in pieces)
-    total = sum(file.size for file in files)
-    parts = divide(files, max(2**20, total // _PLACES))
-    left = num_bytes
-    # The smallest first: what a part leaves of its share is for those after it.
-    for index, part in enumerate(sorted(parts, key=lambda part: part.num_bytes)):
-        share = left // (len(parts) - index)
-        for document in read_split(part, field):
-            if wanted(document.text):
-                size = len(document.text.encode())
-                share, left = share - size, left - size
-                yield document.text
-            if share <= 0:
-                break
+    place, own = location(piece.path, "data"), None
+    with explained(place):
+        try:
+            now = whole_file(place)
+            if (now.size, now.version) != (piece.size, piece.version or now.version):
+                raise ValueError(
+                    f"{piece.path} has {now.size} bytes and has changed since its splits were "
+                    f"planned, when it had {piece.size}: files must not change while they are "
+                    "read; start again"
+                )
+            yield place
+        except ValueError as error:  # of content; it could be mistaken for the store's
+            own = error
+    if own is not None and "support range requests" in str(own):
+        raise ValueError(
+            f"{piece.path}: its server does not send parts of files; copy it here"
+        ) from own
+    if own is not None:
+        raise own
+
+
+def extra(module: str, name: str, path: str) -> ModuleType:
+    """A module of an extra; an ImportError names the file that needs it and the command."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(f"{path} needs an extra: pip install 'zoo[{name}]'") from error
+
+
+class _Zstandard(io.RawIOBase):
+    """The content of zstd frames, one after the other.
+
+    The stream readers of zstandard end a truncated file without an error, so the frames are
+    followed here. Little is fed at a time: 4 bytes can give 128 KiB.
+    """
+
+    def __init__(self, file: io.BufferedReader, path: str):
+        self._zstandard: Any = extra("zstandard", "compressed", path)
+        self._file = file
+        self._frame: Any = None  # the one that is being decompressed
+        self._fed, self._ready = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            fed = self._fed or self._file.read(2048)
+            if not fed:
+                if self._frame is not None:
+                    raise EOFError("it ends within a frame")
+                return 0
+            self._frame = self._frame or self._zstandard.ZstdDecompressor().decompressobj()
+            try:
+                self._ready = memoryview(self._frame.decompress(fed))
+            except self._zstandard.ZstdError as error:
+                raise EOFError(str(error)) from error
+            self._fed = self._frame.unused_data if self._frame.eof else b""
+            self._frame = None if self._frame.eof else self._frame
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count

@@ -12,8 +12,9 @@ from zoo.common import checksums, configuration
 from zoo.common.configuration import may_differ, require
 from zoo.common.files import local_path
 from zoo.data.documents import unit_hash
-from zoo.data.formats import read_csv, whole_file
+from zoo.data.formats import read_csv
 from zoo.data.sources import ArrayDataset
+from zoo.data.splits import whole_file
 
 
 @dataclass(frozen=True)

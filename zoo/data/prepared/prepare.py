@@ -16,13 +16,14 @@ from typing import Any, Literal
 from zoo.common import files
 from zoo.common.addresses import Location, explained, is_remote, location
 from zoo.common.files import Transfer
+from zoo.data.formats import read_split, sample_texts
 from zoo.data.prepared import copies, engines, format, hashes
 from zoo.data.prepared.engines import Engine
 from zoo.data.prepared.format import Manifest
 from zoo.data.prepared.hashes import PARTED
 from zoo.data.prepared.tokenizing import Spec, Tokenized, key_of, prepare_shard
 from zoo.data.rows import RowOptions
-from zoo.data.splits import Given, Split, plan_splits, read_split, sample_texts
+from zoo.data.splits import Given, Split, plan_splits
 from zoo.data.tokenizer import BPETokenizer, Reading, begin_id, load_tokenizer
 
 logger = logging.getLogger(__name__)

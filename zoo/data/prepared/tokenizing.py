@@ -17,10 +17,11 @@ import numpy as np
 from zoo.common import files
 from zoo.data.chats import ChatTemplate, Part
 from zoo.data.documents import functions_of
+from zoo.data.formats import SourceDocument, read_split
 from zoo.data.prepared import format, hashes
 from zoo.data.rows import Counted, Form, RowOptions, encode_parts, mismatched, read_rows
 from zoo.data.special_tokens import AS_TEXT
-from zoo.data.splits import Given, SourceDocument, Split, read_split
+from zoo.data.splits import Given, Split
 from zoo.data.tags import encode_tags
 from zoo.data.tokenizer import BPETokenizer, Reading, Tokenizer, load_tokenizer, reading, unframed
 
