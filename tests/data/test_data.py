@@ -276,7 +276,7 @@ def test_a_bad_value_is_reported_by_row_and_field_alone():
 def test_batches_are_prefetched_to_the_device(monkeypatch):
     third = threading.Event()
     placed = []
-    place = loader._place
+    place = loader.place_batch
 
     def watched(*arguments):
         placed.append(place(*arguments))
@@ -284,7 +284,7 @@ def test_batches_are_prefetched_to_the_device(monkeypatch):
             third.set()
         return placed[-1]
 
-    monkeypatch.setattr(loader, "_place", watched)
+    monkeypatch.setattr(loader, "place_batch", watched)
     stream = loader.batches(packed())
     next(stream)
     assert third.wait(60)  # although nobody has asked for the second

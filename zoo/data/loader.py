@@ -15,10 +15,10 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from zoo.data.datasets import Dataset, HostBatch, check_batch_size, check_dataset
-from zoo.sharding import Layout, batch_sharding, layout_of
+from zoo.sharding import Layout
+from zoo.sharding.placement import Rows, held_rows, place_batch
 
 Batch = dict[str, Array]
-Rows = tuple[int, int]
 
 
 class Ids(NamedTuple):
@@ -98,7 +98,7 @@ def _dataset(
             return item
         k, parts = item
         try:
-            return k, _place(parts, dataset.batch_size, mesh)
+            return k, place_batch(parts, dataset.batch_size, mesh)
         except Exception as error:
             return error
 
@@ -109,38 +109,6 @@ def _dataset(
     read_ahead = grain.MapDataset.source(indices).map(read).to_iter_dataset(read_options)
     # `grain.experimental.device_put` would need the whole batch in every process.
     return grain.experimental.ThreadPrefetchIterDataset(read_ahead.map(put), prefetch_buffer_size=2)
-
-
-def held_rows(batch_size: int, mesh: Mesh | Layout | None) -> list[Rows]:
-    """The rows of the global batch that this process's devices hold, as (start, stop)."""
-    layout = layout_of(mesh)
-    if layout.mesh is None:
-        return [(0, batch_size)]
-    sharding = batch_sharding(layout, 1)
-    indices = sharding.addressable_devices_indices_map((batch_size,)).values()
-    return sorted({_bounds(index[0], batch_size) for index in indices if index is not None})
-
-
-def _bounds(rows: slice, batch_size: int) -> Rows:
-    start, stop, _ = rows.indices(batch_size)
-    return start, stop
-
-
-def _place(parts: dict[Rows, HostBatch], batch_size: int, mesh: Mesh | Layout | None) -> Batch:
-    first, layout = next(iter(parts.values())), layout_of(mesh)
-    if layout.mesh is None:
-        return jax.device_put(first)
-
-    def place(name: str) -> Array:
-        shape = (batch_size, *first[name].shape[1:])
-
-        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None  # it is None only on devices of other processes
-            return parts[_bounds(index[0], batch_size)][name]
-
-        return jax.make_array_from_callback(shape, batch_sharding(layout, len(shape)), shard)
-
-    return {name: place(name) for name in first}
 
 
 def check_values(

@@ -1,4 +1,4 @@
-"""The interfaces of sequence models that losses and wrappers rely on, whatever the family."""
+"""The interfaces of models that losses, wrappers and tasks rely on, whatever the family."""
 
 from typing import Any, Protocol, TypedDict, Unpack, runtime_checkable
 
@@ -78,3 +78,11 @@ class SequenceModel(Protocol):
 
     def without_head(self) -> "SequenceModel":
         """The model without the parameters that `hidden` does not use."""
+
+
+@runtime_checkable
+class ImageModel(Protocol):
+    """A classifier of pictures."""
+
+    def with_head(self, num_classes: int, *, key: Key[Array, ""]) -> "ImageModel":
+        """The model with a new head for that many classes."""

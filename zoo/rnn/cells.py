@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-CellName = Literal["lstm", "gru", "elman", "mingru", "minlstm", "gated_deltanet", "mamba2", "mlstm"]
+from zoo.nn.recurrences.mixers import MixerName
+
+CellName = Literal["lstm", "gru", "elman", "mingru", "minlstm", MixerName]
 State = tuple[Float[Array, "batch hidden"], ...]  # float32: (h, c) of an LSTM, (h,) of the others
 Terms = tuple[Float[Array, "batch hidden"], ...]  # float32
 

@@ -9,7 +9,7 @@ from zoo.common.configuration import may_differ, of_training, require
 from zoo.nn.layers import OptionalNorm
 from zoo.nn.recurrences.chunks import RecurrenceConfig
 from zoo.nn.recurrences.marks import Chunks
-from zoo.nn.recurrences.mixers import MIXERS
+from zoo.nn.recurrences.mixers import MIXERS, check_settings
 from zoo.rnn.cells import CELLS, CellName
 
 
@@ -82,7 +82,8 @@ class Config:
             f"implementation='cudnn' has no remat or truncate, and they are {self.remat!r} and "
             f"{self.truncate}",
         )
-        self.recurrence.check("recurrence.", self.cell, ("hidden_size", self.hidden_size))
+        width = ("hidden_size", self.hidden_size)
+        check_settings(self.recurrence, "recurrence.", self.cell, width)
         require(
             self.cell in CELLS or not (self.bidirectional and self.pooling == "last"),
             f"pooling='last': a bidirectional network of cell={self.cell!r} has no last step; take "

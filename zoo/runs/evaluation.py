@@ -25,8 +25,8 @@ from zoo.runs.processes import from_first
 from zoo.runs.run import Run, versions
 from zoo.sharding.axes import is_parameter
 from zoo.training.description import Evaluate
-from zoo.training.loss_values import STEP_NAMES, LossFunction, only_scalars
-from zoo.training.step import make_eval_step
+from zoo.training.loss_values import LossFunction, only_scalars
+from zoo.training.step import STEP_NAMES, make_eval_step
 
 RECORD = "evaluations.json"  # of the run folder: whole evaluations by a checksum of each
 _LONG = 10.0  # seconds; an evaluation that takes longer is announced

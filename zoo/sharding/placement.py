@@ -6,7 +6,7 @@ more than one part of an array at a time, beside what its own devices hold.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,8 @@ from zoo.sharding.specs import (
     parameter_spec,
     partition_spec,
 )
+
+Rows = tuple[int, int]  # of a global batch: the first, and the one behind the last
 
 _SMALLEST = 2**12  # bytes that are exchanged; each power of two from here on is a program
 
@@ -145,6 +147,44 @@ def batch_sharding(mesh: Mesh | Layout, ndim: int) -> NamedSharding:
     """The sharding of one array of a batch, of rank `ndim`: the first axis over the batch axes."""
     names = ("batch",) + (None,) * (ndim - 1) if ndim else ()
     return NamedSharding(layout_of(mesh).mesh, partition_spec(names, mesh))
+
+
+def held_rows(batch_size: int, mesh: Mesh | Layout | None) -> list[Rows]:
+    """The rows of a global batch that this process's devices hold."""
+    layout = layout_of(mesh)
+    if layout.mesh is None:
+        return [(0, batch_size)]
+    indices = batch_sharding(layout, 1).addressable_devices_indices_map((batch_size,)).values()
+    return sorted({_bounds(index[0], batch_size) for index in indices if index is not None})
+
+
+def place_batch(
+    parts: Mapping[Rows, Mapping[str, np.ndarray]], batch_size: int, mesh: Mesh | Layout | None
+) -> dict[str, jax.Array]:
+    """A batch on the devices, of the parts that hold this process's rows, by their `held_rows`.
+
+    Its arrays are global, their first axis sharded over the mesh's batch axes. Without a mesh they
+    are on the default device.
+    """
+    first, layout = next(iter(parts.values())), layout_of(mesh)
+    if layout.mesh is None:
+        return jax.device_put(dict(first))
+
+    def placed(name: str) -> jax.Array:
+        shape = (batch_size, *first[name].shape[1:])
+
+        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None  # it is None only on devices of other processes
+            return parts[_bounds(index[0], batch_size)][name]
+
+        return jax.make_array_from_callback(shape, batch_sharding(layout, len(shape)), shard)
+
+    return {name: placed(name) for name in first}
+
+
+def _bounds(rows: slice, batch_size: int) -> Rows:
+    start, stop, _ = rows.indices(batch_size)
+    return start, stop
 
 
 def canonical(placed: jax.sharding.Sharding) -> Any:

@@ -18,11 +18,7 @@ from zoo.training.state import described, difference
 # Of a model with States it returns the new ones as a fourth value.
 LossFunction = Callable[[Any, Any, Any], tuple[Any, ...]]
 
-# Names that a step's sums, a step's metrics and the training loop's lines use themselves.
-EVAL_NAMES = frozenset({"loss", "tokens"})
-STEP_NAMES = EVAL_NAMES | {"grad_norm", "param_norm", "skipped", "loss_scale"}
-STEP_NAMES |= {"step", "learning_rate", "mfu", "examples"}
-STEP_NAMES |= {"tokens_per_second", "examples_per_second"}
+EVAL_NAMES = frozenset({"loss", "tokens"})  # of the sums, which a loss's own may not have
 SUMS = "(total, weight, metrics): the summed loss, the summed weight, a dict of further sums"
 
 

@@ -31,7 +31,6 @@ from zoo.training.flags import Flags
 from zoo.training.loss_checks import Checks
 from zoo.training.loss_values import (
     EVAL_NAMES,
-    STEP_NAMES,
     LossFunction,
     loss_values,
     unwrapped,
@@ -48,6 +47,11 @@ from zoo.training.state import (
 )
 
 States = list[eqx.nn.State]
+
+# Names of metrics that a loss's own may not have: the step's, and what the training loop adds.
+STEP_NAMES = EVAL_NAMES | {"grad_norm", "param_norm", "skipped", "loss_scale"}
+STEP_NAMES |= {"step", "learning_rate", "mfu", "examples"}
+STEP_NAMES |= {"tokens_per_second", "examples_per_second"}
 
 
 def make_train_step(

@@ -8,6 +8,7 @@ from typing import Literal, cast
 from zoo.common import configuration
 from zoo.common.configuration import may_differ, of_training, require
 from zoo.nn.layers import GATED_MLPS, Activation, MLPKind
+from zoo.nn.recurrences.mixers import check_settings
 from zoo.nn.remat import NAMES, Kept, Policy
 from zoo.transformer.encoder import EncoderConfig
 from zoo.transformer.part_configs import (
@@ -128,9 +129,8 @@ class Config:
             f"or after them, one behind another, and residual.norm_placement="
             f"{residual.norm_placement!r}, parallel={residual.parallel!r}",
         )
-        self.mixer.recurrence.check(
-            "mixer.recurrence.", kind or "attention", ("d_model", self.d_model)
-        )
+        recurrence, width = self.mixer.recurrence, ("d_model", self.d_model)
+        check_settings(recurrence, "mixer.recurrence.", kind or "attention", width)
         require(
             self.causal or kind is None,
             f"mixer.pattern has {kind}, which sees no later positions, and causal=False: choose "

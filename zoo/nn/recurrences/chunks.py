@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from zoo.common import configuration
-from zoo.common.configuration import may_differ, require
+from zoo.common.configuration import may_differ
 from zoo.nn.layers import normal
 from zoo.nn.products import platform
 from zoo.nn.recurrences.marks import Chunks, Marks, over_time
@@ -55,34 +55,6 @@ class RecurrenceConfig:
     def __post_init__(self) -> None:
         configuration.check(self, "recurrence.")
 
-    def check(self, prefix: str, kind: str | None, width: tuple[str, int]) -> None:
-        """Refuse what a recurrence of that kind can't have, in a layer of a width with that name.
-
-        `prefix` precedes the fields' names in errors; a kind not in `MIXERS` has no field.
-
-        Raises:
-            ValueError: it names the field and its value.
-        """
-        configuration.check_positive(
-            self, prefix, *(name for name in _FIELDS if name != "negative_eigenvalues"), "chunk"
-        )
-        for name, kinds in _FIELDS.items():
-            value = getattr(self, name)
-            require(
-                kind in kinds or value == getattr(RecurrenceConfig, name),
-                f"{prefix}{name}={value!r}: is for {' and '.join(kinds)}, and this is {kind!r}",
-            )
-        heads, (width_name, size) = self.num_heads, width
-        require(
-            heads % (self.num_key_heads or 1) == 0,
-            f"{prefix}num_key_heads={self.num_key_heads} does not divide {prefix}num_heads={heads}",
-        )
-        require(
-            kind not in _KINDS or self.value_dim is not None or size % heads == 0,
-            f"{prefix}num_heads={heads} does not divide {width_name}={size}: change either, or set "
-            f"{prefix}value_dim",
-        )
-
     @property
     def chunk_size(self) -> int:
         """Steps that are computed at once, given or by the platform."""
@@ -92,14 +64,6 @@ class RecurrenceConfig:
         """Sizes of a head's keys and values in a layer of that width."""
         value_dim = self.value_dim or width // self.num_heads
         return self.key_dim or value_dim, value_dim
-
-
-_KINDS = "gated_deltanet", "mamba2", "mlstm"
-_FIELDS = {
-    **dict.fromkeys(("num_heads", "key_dim", "value_dim", "norm_eps"), _KINDS),
-    **dict.fromkeys(("num_key_heads", "taps"), _KINDS[:2]),
-    "negative_eigenvalues": _KINDS[:1],
-}
 
 
 @runtime_checkable

@@ -17,7 +17,7 @@ from zoo.data.chats import with_chat_template
 from zoo.data.prepared.opening import prepared_folder
 from zoo.data.tokenizer import FILE_NAME, has_tokenizer, load_tokenizer
 from zoo.nn.products import dequantize, is_quantized
-from zoo.nn.protocols import SequenceModel
+from zoo.nn.protocols import ImageModel, SequenceModel
 from zoo.nn.stateful import cast, is_kept
 from zoo.publishing import formats, models
 from zoo.publishing.families import reconfigured
@@ -28,7 +28,6 @@ from zoo.sharding.axes import keystr
 from zoo.tasks import language
 from zoo.tasks.finetuning.config import Config
 from zoo.training.state import Pretrained, Trainable, frozen_leaves, standard_promotion
-from zoo.transformer.vision import VisionTransformer
 from zoo.wrappers import lora
 from zoo.wrappers.classifier import Classifier, TokenClassifier
 
@@ -57,7 +56,7 @@ class Base:
         self._stored_config: Any = getattr(merged, "config", None)
         self._overrides, self._run = config.overrides(self._stored_config), run
         self.skeleton: Any = reconfigured(merged, self._overrides)
-        self.reads_pictures = isinstance(self.skeleton, VisionTransformer)
+        self.reads_pictures = isinstance(self.skeleton, ImageModel)
         is_sequence = isinstance(self.skeleton, SequenceModel) and not self.reads_pictures
         size = self.skeleton.config.vocab_size if is_sequence else None
         if self.reads_pictures:
@@ -172,7 +171,7 @@ def prepare(config: Config, model: PyTree, key: Key[Array, ""], num_classes: int
     adapters_key, head_key = jax.random.split(key)
     if config.method == "lora":
         model = lora.adapt(model, models.with_paths(config.lora, model), key=adapters_key)
-    if num_classes and isinstance(model, VisionTransformer):
+    if num_classes and isinstance(model, ImageModel):
         return model.with_head(num_classes, key=head_key)
     if num_classes and config.data.format == "tags":
         return TokenClassifier(model, num_classes, key=head_key)
