@@ -2,13 +2,10 @@
 
 python -m benchmarks.plans calibration    # published step times beside a plan's bounds
 python -m benchmarks.plans scaling        # memory and traffic per device by the number of devices
-python -m benchmarks.plans slices         # what crosses the network between two slices
-python -m benchmarks.plans stages         # pipelines over slices beside data parallelism, on paper
 """
 
 import dataclasses
 import math
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +18,10 @@ from zoo import sharding
 from zoo.nn.attention.attention import Implementation
 from zoo.nn.remat import Policy
 from zoo.nn.stateful import cast
-from zoo.planning import collectives, command, flops, targets
-from zoo.planning.collectives import Collective
+from zoo.planning import collectives, command, targets
 from zoo.planning.job import Estimate, make_estimate
 from zoo.planning.roofline import Times, roofline
-from zoo.planning.sizes import SIZES, published
+from zoo.planning.sizes import SIZES
 from zoo.sharding.axes import is_parameter
 from zoo.training.flags import Flags
 from zoo.transformer.config import Config as Sizes
@@ -271,142 +267,5 @@ def minimum(estimate: Estimate, sizes: Sizes) -> float:
     return ring * (layers + 2 * everything) + sums
 
 
-# --- Slices ---------------------------------------------------------------------------------------
-
-
-def slices(
-    model: str = "llama3-8b",
-    target: str = "2xv5e:4x4",
-    mesh: str = "data=2,fsdp=16",
-    accumulate: tuple[int, ...] = (1, 2),
-) -> list[Table]:
-    """List the collectives of a step over slices by network, alike ones in one row.
-
-    Args:
-        model: published size.
-        target: slices of TPUs.
-        mesh: devices by axis.
-        accumulate: numbers of microbatches, each compiled.
-    """
-    return [_by_network(model, target, mesh, each) for each in accumulate]
-
-
-def _by_network(model: str, target: str, mesh: str, accumulate: int) -> Table:
-    step = compiled(SIZES[model], target, mesh=mesh, accumulate=accumulate)
-    found = Table(
-        f"{model} on {target}, --mesh {mesh}, {step.job.tokens:,} tokens per step, "
-        f"microbatches: {accumulate}"
-    )
-    alike: dict[tuple[Any, ...], list[Collective]] = defaultdict(list)
-    for each in step.collectives:
-        crosses = step.topology.between(each) > 0
-        alike[not crosses, each.kind, each.group_size].append(each)
-    for (inside, kind, size), group in sorted(alike.items()):
-        total = sum(each.total for each in group)
-        if inside and total < 2**20:
-            continue
-        crossing = sum(step.topology.between(each) * each.times for each in group)
-        found.rows.append(
-            {
-                "network": "within a slice" if inside else "between slices",
-                "collective": kind,
-                "devices": size,
-                "first replica group": _first_group(group[0]),
-                "times per step": sum(each.times for each in group),
-                "MiB sent per device and step": total / 2**20,
-                "of it between slices": crossing / 2**20,
-            }
-        )
-    slices, parts = step.target.num_slices, step.target.num_devices // step.target.num_slices
-    part = 2 * step.num_parameters / parts / 2**20
-    found.notes.append(
-        f"Closed form of what crosses: {2 * (slices - 1) / slices:.3g} · 2 bytes of each of a "
-        f"chip's {step.num_parameters / parts / 1e6:,.0f} million parameters, "
-        f"{2 * (slices - 1) / slices * part:,.0f} MiB, for each reduction. Within a slice, "
-        "collectives of less than 1 MiB are left out."
-    )
-    return found
-
-
-def _first_group(collective: Collective) -> str:
-    """The devices of the first group, of many the first and the last few."""
-    group = [str(device) for device in (collective.groups or ((),))[0]]
-    shown = group if len(group) <= 4 else [*group[:2], "…", group[-1]]
-    return f"{{{', '.join(shown)}}}"
-
-
-# --- Stages ---------------------------------------------------------------------------------------
-
-
-def stages(
-    models: tuple[str, ...] = ("llama3-8b", "llama3-70b"),
-    targets: tuple[str, ...] = ("v5e:16x16", "v5p:4x4x4"),
-    counts: tuple[int, ...] = (2, 4, 8),
-    rows: tuple[int, ...] = (1, 4),
-    seq_len: int = 8192,
-) -> list[Table]:
-    """Pipeline parallelism over slices beside data parallelism over them, on paper.
-
-    Within a slice parameters are stored by FSDP either way; between slices either gradients are
-    added up (data), or each slice has some of the layers and hands its activations on (a pipeline,
-    GPipe's or 1F1B's: both wait for (stages - 1) / microbatches of the compute). All times are
-    least times, at the chips' peaks. A microbatch has at least one row per chip of a slice, so that
-    a step of r rows per chip has n r microbatches at most.
-
-    Args:
-        models: names of published sizes.
-        targets: slices of TPUs.
-        counts: numbers of slices.
-        rows: rows per chip and step.
-        seq_len: tokens per row.
-    """
-    table = Table(f"seconds per step, rows of {seq_len:,} tokens")
-    for model in models:
-        for slice_ in targets:
-            for count in counts:
-                table.rows += [_on_paper(model, slice_, count, each, seq_len) for each in rows]
-    table.notes.append(
-        "A network's time below that of the compute can be hidden behind it; a bubble can not. "
-        "Interleaved stages divide the bubble by their number per slice, and multiply the bytes of "
-        "the network by it."
-    )
-    return [table]
-
-
-def _on_paper(model: str, slice_: str, count: int, rows: int, seq_len: int) -> dict[str, Any]:
-    target = targets.parse(slice_)
-    chip, chips = target.chip, target.num_devices
-    assert chip.flops is not None
-    assert chip.network is not None
-    assert chip.interconnect is not None
-    made = published(model)
-    parameters = sum(x.size for x in jax.tree.leaves(made) if is_parameter(x))
-    per_token = flops.per_unit(made, seq_len)
-    assert per_token is not None
-    tokens = rows * seq_len  # of a chip's step
-    compute = per_token * tokens / chip.flops
-    gradients = BYTES * parameters / chips
-    data = 2 * (count - 1) / count * gradients / chip.network
-    links = 3 * BYTES * parameters * (chips - 1) / chips / chip.interconnect
-    microbatches = count * rows
-    bubble = (count - 1) / microbatches * compute
-    # All tokens cross each boundary, forward and backward, over the chips of a slice.
-    width = made.config.d_model
-    activations = 2 * BYTES * tokens * count * width / chip.network
-    return {
-        "model": model,
-        "slices": f"{count} x {slice_}",
-        "rows per chip": rows,
-        "compute": compute,
-        "data: network": data,
-        "network / compute": data / compute,
-        "data: links": links,
-        "pipeline: bubble": bubble,
-        "bubble / compute": bubble / compute,
-        "pipeline: network": activations,
-        "pipeline: links": links * microbatches / count,
-    }
-
-
 if __name__ == "__main__":
-    main(calibration, scaling, slices, stages)
+    main(calibration, scaling)
