@@ -34,6 +34,7 @@ from zoo.data.mixtures import (
     rounded,
     shares_of,
 )
+from zoo.data.prepared import opening
 from zoo.data.token_datasets import TOKEN_BATCH, BucketedDataset, PackedDataset
 from zoo.data.tokenizer import BPETokenizer
 from zoo.runs import monitor
@@ -100,11 +101,11 @@ def test_very_small_weights():
 
 def test_the_grammar_of_the_flag():
     for files in ("a/*.txt,b/*.txt", "a/x=1/*.parquet", "s3://bucket/a=b/*.txt", "./a=b.txt", ""):
-        assert not text.is_mixture(files)
+        assert not opening.is_mixture(files)
     written = (
         "code=src/**/*.py,more/*.py:0.7,help=s3://bucket/a:b/*.txt:.2,web=hf://x@v:1/y.txt:1e-1"
     )
-    assert text.is_mixture(written)
+    assert opening.is_mixture(written)
     mixture = mixed_text.parse(written)
     assert [(s.name, s.files, s.weight) for s in mixture.sources] == [
         ("code", "src/**/*.py,more/*.py", 0.7),
@@ -145,7 +146,7 @@ weights = {docs = 1}
 def parse_table(tmp_path, table):
     path = tmp_path / "mixture.toml"
     path.write_text(table)
-    assert text.is_mixture(str(path))
+    assert opening.is_mixture(str(path))
     return mixed_text.parse(str(path))
 
 
@@ -371,7 +372,7 @@ def test_a_change_behind_a_run_is_refused_and_one_before_it_recorded(tmp_path):
 
 def test_finetuning_says_that_it_takes_no_mixture():
     with pytest.raises(ValueError, match="is a mixture of sources, which only"):
-        text.open_text(text.Config(files="a=x.txt:1,b=y.txt:2"), text.Config(), "bytes")
+        opening.open_text(text.Config(files="a=x.txt:1,b=y.txt:2"), text.Config(), "bytes")
 
 
 def test_the_progress_line_has_epochs_per_source():

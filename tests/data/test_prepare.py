@@ -153,7 +153,7 @@ def test_workers_import_neither_the_program_nor_jax(tmp_path: Path, monkeypatch)
     Path(program.__file__).write_text("import jax")
     monkeypatch.setitem(sys.modules, "__main__", program)
     expression = "[__import__('zoo.data.prepared.tokenizing'), 'jax' in __import__('sys').modules]"
-    found = [*engines.run(eval, [(expression + "[1]",)] * 2, 2, "processes")]
+    found = [*engines.run_processes(eval, [(expression + "[1]",)] * 2, 2)]
     assert found == [False, False]
     assert "jax" in sys.modules
 
@@ -217,14 +217,14 @@ def test_files_that_change_between_kills_are_read_again(
 ):
     out = tmp_path / "out"
     options = {"tokenizer": "bpe", "vocab_size": 280, **SMALL}
-    run = engines.run
+    run = prepare.run_all
 
     def killed(function, tasks, **rest):
         yield from run(function, tasks, **rest)
         if function.__name__ == stage:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(engines, "run", killed)
+    monkeypatch.setattr(prepare, "run_all", killed)
     with pytest.raises(KeyboardInterrupt):
         prepare.prepare(data, out, **options)
     monkeypatch.undo()
@@ -381,7 +381,7 @@ def test_killed_at_random_it_resumes_to_the_same_bytes(tmp_path: Path):
 @pytest.mark.slow
 def test_a_killed_worker_is_a_sentence(tmp_path: Path):
     with pytest.raises(ChildProcessError, match="a worker was killed"):
-        list(engines.run(os.abort, [(), ()], 2, "processes"))
+        list(engines.run_processes(os.abort, [(), ()], 2))
 
 
 @pytest.mark.slow

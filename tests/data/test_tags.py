@@ -8,7 +8,7 @@ from tokenizers import models, pre_tokenizers
 
 from zoo.data import rows, text
 from zoo.data.labelled import TaggedDataset
-from zoo.data.prepared.opening import prepared_by_itself
+from zoo.data.prepared.opening import open_text
 from zoo.data.tags import encode_tags, of_tags
 from zoo.data.tokenizer import BPETokenizer, load_tokenizer
 
@@ -79,7 +79,7 @@ def test_rows_of_tags_become_batches(tmp_path):
     given["classes"] = rows.tags_in(config.files, names)
     assert given["classes"] == ["C", "H"]
     tokenizer = load_tokenizer(tmp_path)
-    prepared = prepared_by_itself(config, tokenizer, 0, rows=given)
+    prepared = open_text(config, config, tokenizer, rows=given)
     data = text.prepared_text(config, prepared, seed=0)
     assert data.classes == ("C", "H")
     seen = []

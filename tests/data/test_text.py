@@ -198,7 +198,7 @@ def test_the_built_in_text_is_held_out_by_its_names(tmp_path):
     held = {name for name in [*names, "empty.py"] if by_hash(name) < 0.2}
     for kind in ("files", "functions"):
         config = text.Config(held_out=0.2, documents=kind, cache=tmp_path / "cache")
-        found = text.open_text(config, config, "bytes", built_in=lambda: documents)
+        found = opening.open_text(config, config, "bytes", built_in=lambda: documents)
         train, held_out = found.train, found.held_out
         names = {held_out.name(i).strip("'").partition(":")[0] for i in range(len(held_out))}
         assert names == held - ({"empty.py"} if kind == "functions" else set())

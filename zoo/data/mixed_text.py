@@ -28,11 +28,13 @@ from zoo.data.mixtures import MixtureDataset, Stage, rounded, shares_of
 from zoo.data.prepared import hashes
 from zoo.data.prepared.format import TOKENIZER
 from zoo.data.prepared.opening import (
+    SOURCE_NAME,
     Prepared,
     check_named,
     check_tokenizer,
     files_of,
     open_prepared,
+    open_text,
     prepared_folder,
 )
 from zoo.data.prepared.prepare import SAMPLE_BYTES, training_texts
@@ -58,7 +60,7 @@ class SourceSpec:
     def __post_init__(self) -> None:
         prefix = f"data: sources.{self.name}."
         configuration.check(self, prefix)
-        is_name = re.fullmatch(text.SOURCE_NAME, self.name) and self.name != _RESERVED
+        is_name = re.fullmatch(SOURCE_NAME, self.name) and self.name != _RESERVED
         require(bool(is_name), f"data: the source {self.name!r} cannot be named so; rename it")
         require(bool(self.files), f"{prefix}files='': the source has no files")
         check_positive(self, prefix, "max_epochs", "limit_documents", "limit_tokens")
@@ -144,8 +146,8 @@ def parse(files: str) -> Mixture:
     Raises:
         ValueError: a key, a name or a value that it can't have.
     """
-    if re.match(rf"\s*{text.SOURCE_NAME}=", files):
-        items = re.split(rf",(?=\s*{text.SOURCE_NAME}=)", files)
+    if re.match(rf"\s*{SOURCE_NAME}=", files):
+        items = re.split(rf",(?=\s*{SOURCE_NAME}=)", files)
         return Mixture(tuple(_source(*item.split("=", 1)) for item in items))
     path = local_path(files, "data.files")
     try:
@@ -241,7 +243,7 @@ def read_mixture(
             found = prepared.get(spec.name)
             if found is None:
                 one = configs[spec.name]
-                found = text.open_text(one, one, tokenizer, without=without)
+                found = open_text(one, one, tokenizer, without=without)
             check_tokenizer(found, tokenizer, "the run")
             train = found.train.first(spec.limit_documents, spec.limit_tokens)
             sources[spec.name] = dataclasses.replace(found, train=train)

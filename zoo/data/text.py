@@ -2,8 +2,7 @@
 
 import functools
 import math
-import re
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,24 +13,18 @@ from zoo.common import configuration, plugins
 from zoo.common.configuration import may_differ, require
 from zoo.common.files import local_path
 from zoo.data.corpus import Corpus
-from zoo.data.documents import Document, compressed_size, standard_library
+from zoo.data.documents import Document, compressed_size
 from zoo.data.labelled import LabelledDataset, TaggedDataset
 from zoo.data.prepared.opening import (
     Prepared,
-    check_named,
     check_tokenizer,
     first_documents,
-    open_prepared,
-    prepared_by_itself,
+    open_text,
     prepared_folder,
     same_ids,
 )
-from zoo.data.rows import RowOptions
-from zoo.data.splits import Given
 from zoo.data.token_datasets import BucketedDataset, PackedDataset, TokenDataset
 from zoo.data.tokenizer import Reading, Tokenizer, begin_id, end_id, load_tokenizer
-
-SOURCE_NAME = r"[A-Za-z_][\w-]*"  # of a mixture
 
 
 @dataclass(frozen=True)
@@ -176,53 +169,6 @@ def read_text(
         prepared = open_with(tokenizer)
         check_tokenizer(prepared, tokenizer, str(folder))
     return prepared_text(config, prepared, seed=seed)
-
-
-def open_text(
-    config: Source,
-    default: Source,
-    tokenizer: str | Tokenizer,
-    vocab_size: int = 0,
-    *,
-    built_in: Callable[[], list[Document]] = standard_library,
-    without: Set[bytes] = frozenset(),
-    label: str | None = None,
-    rows: RowOptions | None = None,
-) -> Prepared:
-    """The text of a configuration, on disk: prepared by `python -m zoo prepare`, or now.
-
-    Without files it is the `built_in` one, which is held out by its documents' names. What hashes
-    `without` name is not trained on. Documents have a `label` in a field of that name, or are the
-    examples of `rows`.
-
-    Raises:
-        ValueError: there is too much text to prepare it now, or a prepared corpus has not what is
-            asked for.
-    """
-    if is_mixture(config.files):
-        raise ValueError(
-            f"data.files={config.files!r} is a mixture of sources, which only recipes that train "
-            "language models on plain text take: give one source's files (./a=b.txt, if they are "
-            "named so)"
-        )
-    if (folder := prepared_folder(config.files)) is None:
-        given: Given | None = None
-        if not config.files:
-            given = Given(tuple((document.name, document.text) for document in built_in()))
-        return prepared_by_itself(config, tokenizer, vocab_size, given, without, label, rows)
-    if config.documents == "functions":
-        raise ValueError(
-            f"data.files={config.files!r} is prepared: it has whole documents; give the files "
-            f"themselves for data.documents={config.documents!r}"
-        )
-    prepared = open_prepared(folder, config.cache)
-    check_named(prepared, config, default)
-    return prepared
-
-
-def is_mixture(files: str) -> bool:
-    """Whether `data.files` names a mixture: sources by name, or a table in a .toml file."""
-    return files.endswith(".toml") or re.match(rf"\s*{SOURCE_NAME}=", files) is not None
 
 
 def prepared_text(config: Source, prepared: Prepared, *, seed: int, closed: bool = False) -> Text:

@@ -16,6 +16,7 @@ from zoo.common.configuration import may_differ, require
 from zoo.data import text
 from zoo.data.mixed_text import MixedText, read_mixture
 from zoo.data.mixtures import MixtureDataset
+from zoo.data.prepared.opening import is_mixture
 from zoo.data.tokenizer import Tokenizer, begin_id, end_id
 from zoo.decoding import sampling
 from zoo.decoding.decoder import decoder_of
@@ -90,7 +91,7 @@ def read_text(
         default = dataclasses.replace(text.Config(), tokenizer=source.tokenizer)
     options: Any = {"seed": config.seed, "default": default}
     options["tokenizer_folder"] = functools.partial(run.once, "tokenizer")
-    if text.is_mixture(source.files):
+    if is_mixture(source.files):
         require(label is None, f"label={label!r}: a mixture of sources has none; give one source")
         require(
             config.epochs is None,

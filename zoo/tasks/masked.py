@@ -13,6 +13,7 @@ from jaxtyping import PyTree
 from zoo.common.configuration import require
 from zoo.data import masking, text
 from zoo.data.masking import MaskedDataset
+from zoo.data.prepared.opening import is_mixture
 from zoo.data.tokenizer import FILE_NAME, BPETokenizer, load_tokenizer
 from zoo.publishing.models import save as save_model
 from zoo.publishing.shelf import find, nearest
@@ -44,7 +45,7 @@ def read_text(run: Run[language.Config], mask: masking.Config) -> Masked:
         ValueError: a mixture of sources, or a tokenizer that has and takes no mask.
     """
     config = run.config
-    mixed = text.is_mixture(config.data.files)
+    mixed = is_mixture(config.data.files)
     require(not mixed, f"data.files={config.data.files!r}: a mixture has no masked objective")
     data = language.read_text(run)
     tokenizer, mask_id = masking.with_mask(data.tokenizer)

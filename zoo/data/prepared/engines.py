@@ -18,27 +18,14 @@ T = TypeVar("T")
 Engine = Literal["processes", "ray"]
 
 
-def run(
-    function: Callable[..., T], tasks: Sequence[tuple[Any, ...]], workers: int, engine: Engine
+def run_processes(
+    function: Callable[..., T], tasks: Sequence[tuple[Any, ...]], workers: int
 ) -> Iterator[T]:
-    """The results of `function(*task)`, in the order in which they end; one worker is this process.
+    """The results of `function(*task)`, in the order in which they end, of processes.
 
     Raises:
         ChildProcessError: a worker was killed.
-        ImportError: the engine needs an extra that is not installed.
     """
-    if engine == "ray":
-        yield from _run_ray(function, tasks, workers)
-    elif workers == 1 or len(tasks) <= 1:
-        for task in tasks:
-            yield function(*task)
-    else:
-        yield from _run_processes(function, tasks, min(workers, len(tasks)))
-
-
-def _run_processes(
-    function: Callable[..., T], tasks: Sequence[tuple[Any, ...]], workers: int
-) -> Iterator[T]:
     context = multiprocessing.get_context("spawn")  # a fork would copy the threads of JAX
     executor = ProcessPoolExecutor(workers, context, initializer=_begin)
     try:
@@ -80,10 +67,14 @@ def _without_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _run_ray(
+def run_ray(
     function: Callable[..., T], tasks: Sequence[tuple[Any, ...]], workers: int
 ) -> Iterator[T]:
-    """As tasks of a Ray cluster, whose machines share the folder; of a local one if none runs."""
+    """The same of a Ray cluster, whose machines share the folder; of a local one if none runs.
+
+    Raises:
+        ImportError: Ray is not installed.
+    """
     try:
         import ray
     except ImportError as error:

@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ import xxhash
 from jaxtyping import Integer, UInt8
 
 from zoo.common.addresses import Location
+from zoo.data.tokenizer import Tokenizer
 
 MANIFEST, TOKENIZER, SHARDS = "manifest.json", "tokenizer", "shards"
 TOKENS, WEIGHTS, TRAIN, HELD_OUT = ".tokens", ".weights", ".train", ".held_out"
@@ -176,6 +178,13 @@ def tokenizer_digest(folder: Location) -> str:
         for part in (path.name.encode(), path.read_bytes()):
             digest.update(len(part).to_bytes(8, "big") + part)
     return digest.hexdigest()
+
+
+def digest_of(tokenizer: Tokenizer) -> str:
+    """The digest of the files that a tokenizer has in a folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(Path(folder))
+        return tokenizer_digest(Path(folder))
 
 
 def manifest_text(manifest: Manifest) -> str:

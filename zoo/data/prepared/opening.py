@@ -3,10 +3,11 @@
 import functools
 import hashlib
 import json
+import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from zoo.common import files
 from zoo.common.addresses import Location, explained, files_matching, is_remote, location
 from zoo.common.files import local_path
 from zoo.data.corpus import Corpus, parts_of, remedy
-from zoo.data.documents import Document
+from zoo.data.documents import Document, standard_library
 from zoo.data.prepared import format
 from zoo.data.prepared.copies import Copies
 from zoo.data.prepared.format import DamagedError, Manifest
@@ -35,6 +36,7 @@ from zoo.data.tokenizer import (
 )
 
 BY_ITSELF = 4 * 2**30  # bytes of files
+SOURCE_NAME = r"[A-Za-z_][\w-]*"  # of a mixture
 
 
 _REMEDY = "leave the flag out, or prepare the text again with it"
@@ -106,6 +108,11 @@ def open_prepared(folder: Location, cache: Path | None = None) -> Prepared:
     return Prepared(folder, manifest, tokenizer, *parts_of(manifest, stem_of))
 
 
+def is_mixture(files: str) -> bool:
+    """Whether `data.files` names a mixture: sources by name, or a table in a .toml file."""
+    return files.endswith(".toml") or re.match(rf"\s*{SOURCE_NAME}=", files) is not None
+
+
 def prepared_folder(files: str) -> Location | None:
     """The folder that `data.files` names, if it is one of `python -m zoo prepare`.
 
@@ -125,55 +132,73 @@ def prepared_folder(files: str) -> Location | None:
     return None
 
 
-def prepared_by_itself(
+def open_text(
     config: Any,
+    default: Any,
     tokenizer: str | Tokenizer,
-    vocab_size: int,
-    given: Given | None = None,
+    vocab_size: int = 0,
+    *,
+    built_in: Callable[[], list[Document]] = standard_library,
     without: Set[bytes] = frozenset(),
     label: str | None = None,
     rows: RowOptions | None = None,
 ) -> Prepared:
-    """The text of a `text.Source`, or what is `given`, prepared in its cache by one process.
+    """The text of a `text.Source`, on disk: prepared by `python -m zoo prepare`, or now.
 
-    Others wait, and find it. Without a cache it is prepared in a temporary folder, which goes.
+    Now means in its cache, by one process, for which others wait; without a cache in a temporary
+    folder, which goes. A corpus that is prepared must have what `config` names with another value
+    than `default`. Without files the text is the `built_in` one, which is held out by its
+    documents' names. What hashes `without` name is not trained on. Documents have a `label` in a
+    field of that name, or are the examples of `rows`.
 
     Raises:
         FileNotFoundError: a pattern matches no file.
-        ValueError: it is too much to be prepared at the start of a run; or as `prepare`.
+        ValueError: there is too much text to prepare it now, or a prepared corpus has not what is
+            asked for; or as `prepare`.
     """
-    bounded = label is rows is None  # a command could prepare it
-    content: Any = given.version if given is not None else files_of(config, bounded=bounded)
-    with tempfile.TemporaryDirectory() as temporary:
-        spec = tokenizer
-        if tokenizer != "bpe":
-            one = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
-            one.save(Path(temporary))
-            spec = temporary
-        options: dict[str, Any] = {
-            "vocab_size": vocab_size if spec == "bpe" else 0,
-            "field": config.field,
-            "held_out": config.held_out,
-            "special_tokens": config.special_tokens or (None if rows else "text"),
-            "documents": config.documents if label is rows is None else "files",
-            "label": label,
-            "rows": rows,
-        }
-        known = "bpe" if spec == "bpe" else format.tokenizer_digest(Path(temporary))
-        hidden = sorted(hashed.hex() for hashed in without)
-        key = hashlib.sha256(
-            json.dumps([format.VERSION, content, known, options, hidden]).encode()
-        ).hexdigest()
-        if config.cache is None:
-            cache = Path(tempfile.mkdtemp(prefix="zoo-text-"))
-        else:
-            cache = local_path(config.cache, "data.cache")
-            files.make_folder(cache, "data.cache")
-        folder = cache / "prepared" / key[:32]
-        if not (folder / format.MANIFEST).exists():
-            show = given is None and sum(size for _, size, _ in content) > 2**25
-            data = config.files if given is None else given
-            prepare(data, folder, tokenizer=str(spec), without=without, show=show, **options)
+    if is_mixture(config.files):
+        raise ValueError(
+            f"data.files={config.files!r} is a mixture of sources, which only recipes that train "
+            "language models on plain text take: give one source's files (./a=b.txt, if they are "
+            "named so)"
+        )
+    if (folder := prepared_folder(config.files)) is not None:
+        if config.documents == "functions":
+            raise ValueError(
+                f"data.files={config.files!r} is prepared: it has whole documents; give the files "
+                f"themselves for data.documents={config.documents!r}"
+            )
+        prepared = open_prepared(folder, config.cache)
+        check_named(prepared, config, default)
+        return prepared
+    if data := config.files:
+        content: Any = files_of(config, bounded=label is rows is None)  # a command could do that
+        show = sum(size for _, size, _ in content) > 2**25
+    else:
+        data = Given(tuple((document.name, document.text) for document in built_in()))
+        content, show = data.version, False
+    if isinstance(tokenizer, str) and tokenizer != "bpe":
+        tokenizer = load_tokenizer(tokenizer)
+    options: dict[str, Any] = {
+        "vocab_size": vocab_size if tokenizer == "bpe" else 0,
+        "field": config.field,
+        "held_out": config.held_out,
+        "special_tokens": config.special_tokens or (None if rows else "text"),
+        "documents": config.documents if label is rows is None else "files",
+        "label": label,
+        "rows": rows,
+    }
+    known = tokenizer if isinstance(tokenizer, str) else format.digest_of(tokenizer)
+    hidden = sorted(hashed.hex() for hashed in without)
+    key = json.dumps([format.VERSION, content, known, options, hidden])
+    if config.cache is None:
+        cache = Path(tempfile.mkdtemp(prefix="zoo-text-"))
+    else:
+        cache = local_path(config.cache, "data.cache")
+        files.make_folder(cache, "data.cache")
+    folder = cache / "prepared" / hashlib.sha256(key.encode()).hexdigest()[:32]
+    if not (folder / format.MANIFEST).exists():
+        prepare(data, folder, tokenizer=tokenizer, without=without, show=show, **options)
     prepared = open_prepared(folder)
     if config.cache is None:
         weakref.finalize(prepared.train.opened, shutil.rmtree, cache, ignore_errors=True)

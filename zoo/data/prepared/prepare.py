@@ -8,10 +8,9 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from zoo.common import files
 from zoo.common.addresses import Location, explained, is_remote, location
@@ -24,9 +23,10 @@ from zoo.data.prepared.hashes import PARTED
 from zoo.data.prepared.tokenizing import Spec, Tokenized, key_of, prepare_shard
 from zoo.data.rows import RowOptions
 from zoo.data.splits import Given, Split, plan_splits
-from zoo.data.tokenizer import BPETokenizer, Reading, begin_id, load_tokenizer
+from zoo.data.tokenizer import BPETokenizer, Reading, Tokenizer, begin_id, load_tokenizer
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 OPTIONS = "options.json"
 SAMPLE_BYTES = 64 * 2**20  # of text, for a tokenizer
@@ -36,7 +36,7 @@ def prepare(
     data: str | Sequence[str] | Given,
     folder: str | os.PathLike[str],
     *,
-    tokenizer: str = "bytes",
+    tokenizer: str | Tokenizer = "bytes",
     vocab_size: int = 2048,
     field: str = "text",
     held_out: float = 0.05,
@@ -53,7 +53,7 @@ def prepare(
     """Prepare the corpus of the files `data` in `folder`, or finish it after a kill.
 
     `data` and `field` are those of `plan_splits` and `read_split`; `tokenizer` is "bytes", "bpe",
-    which is trained on a sample with `vocab_size` ids, or the path of one. Of exact copies the
+    which is trained on a sample with `vocab_size` ids, the path of one, or one. Of exact copies the
     first stays, and a document is held out if its hash says so; of a single document the end is.
     With "functions" as `documents`, they are held out file by file, and not trained on if a file
     that is held out has them too. Training documents whose hashes are in `without` are left out.
@@ -81,11 +81,10 @@ def prepare(
     splits: Sequence[Split | Given] = [data] if isinstance(data, Given) else []
     if not isinstance(data, Given):
         splits = plan_splits(data, shard_bytes=int(shard_megabytes * 1e6))
-    given, kind = None if tokenizer == "bpe" else load_tokenizer(tokenizer), tokenizer
-    if given is not None and tokenizer != "bytes":
-        with tempfile.TemporaryDirectory() as temporary:
-            given.save(Path(temporary))
-            kind = format.tokenizer_digest(Path(temporary))
+    given, kind = None, tokenizer
+    if tokenizer != "bpe":
+        given = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        kind = tokenizer if tokenizer == "bytes" else format.digest_of(given)
     paths = {x.path for split in splits if isinstance(split, Split) for x in split.pieces}
     options: dict[str, Any] = {
         "files": len(data.documents) if isinstance(data, Given) else len(paths),
@@ -118,7 +117,7 @@ def prepare(
             files.sync(local)
         count = workers or len(os.sched_getaffinity(0))
         address = str(out) if is_remote(out) else None
-        run = functools.partial(engines.run, workers=count, engine=engine)
+        run = functools.partial(run_all, workers=count, engine=engine)
         manifest = _passes(splits, options, without, run, local, address, show=show)
         manifest = dataclasses.replace(manifest, files=state)
         if is_remote(out):
@@ -130,6 +129,17 @@ def prepare(
             files.replace(local / format.MANIFEST, format.manifest_text(manifest))
             files.remove(local / format.WORK)
     return manifest
+
+
+def run_all(
+    function: Callable[..., T], tasks: Sequence[tuple[Any, ...]], workers: int, engine: Engine
+) -> Iterator[T]:
+    """The results of `function(*task)` as they end; a single worker is this process."""
+    if engine == "ray":
+        return engines.run_ray(function, tasks, workers)
+    if min(workers, len(tasks)) > 1:
+        return engines.run_processes(function, tasks, min(workers, len(tasks)))
+    return (function(*task) for task in tasks)
 
 
 def _passes(

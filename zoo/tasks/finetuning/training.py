@@ -15,7 +15,7 @@ from zoo.common.configuration import require
 from zoo.data import rows, text
 from zoo.data.chats import ChatTemplate, writes_time
 from zoo.data.documents import help_topics
-from zoo.data.prepared.opening import Prepared, check_tokenizer
+from zoo.data.prepared.opening import Prepared, check_tokenizer, open_text
 from zoo.data.tokenizer import Tokenizer
 from zoo.publishing import models
 from zoo.publishing.families import choose_eos_ids, with_more_ends
@@ -48,7 +48,7 @@ def read_text(
     config = run.config.data
     text.check_label(config, label)
     if config.format == "text":
-        prepared = text.open_text(config, Data(), tokenizer, built_in=help_topics, label=label)
+        prepared = open_text(config, Data(), tokenizer, built_in=help_topics, label=label)
     else:
         prepared = _open_rows(run, config.format, tokenizer, label)
     check_tokenizer(
@@ -82,7 +82,7 @@ def _open_rows(run: Run[Config], format: Any, tokenizer: Tokenizer, label: str |
         given["classes"] = rows.tags_in(config.files, given["names"])
     if format == "unpaired":
         given["classes"] = rows.LABELS
-    prepared = text.open_text(config, Data(), tokenizer, rows=given)
+    prepared = open_text(config, Data(), tokenizer, rows=given)
     manifest = prepared.manifest
     count = sum(manifest.total(part).documents for part in ("train", "held_out"))
     count //= 2 if format in PREFERENCES else 1
