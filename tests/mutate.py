@@ -88,6 +88,7 @@ TESTS = {
     "runs/remote/folder": "test_remote",
     "runs/remote/lease": "test_remote",
     "common/store": "test_store | test_remote_models",
+    "common/store_errors": "test_store_errors",
     "sharding/axes": "test_sharding | test_optimizers",
     "sharding/mesh": "test_sharding",
     "sharding/placement": "test_sharding",

@@ -30,8 +30,8 @@ from stores import tree
 import zoo
 from zoo import losses, rnn, sharding, transformer
 from zoo.common import checksums
-from zoo.common.addresses import AddressError, location
-from zoo.common.store import Store
+from zoo.common.files import AddressError
+from zoo.common.store import Store, location
 from zoo.data.corpus import Corpus
 from zoo.data.labelled import LabelledDataset
 from zoo.data.prepared.copies import Copies

@@ -9,8 +9,8 @@ from rich.table import Table
 
 from zoo import sharding
 from zoo.common import checksums, plugins
-from zoo.common.addresses import explained, is_remote
-from zoo.common.files import local_path
+from zoo.common.files import is_remote, local_path
+from zoo.common.store import explained
 from zoo.data.prepared import command as preparing
 from zoo.hf.model_types import MODEL_TYPES
 from zoo.publishing import PublishError, formats

@@ -208,7 +208,7 @@ def test_a_start_finds_files_of_another_size(tmp_path, suffix):
 
 def test_a_folder_at_an_address_is_copied_shard_by_shard(tmp_path):
     pytest.importorskip("upath")
-    from zoo.common.addresses import location
+    from zoo.common.store import location
 
     make_parts(tmp_path / "here", [30] * 12, num_shards=4, vocab_size=257)
     there = location("memory://corpora/read", "data.files")

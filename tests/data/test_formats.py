@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stores import gs, gs_port, s3, s3_port  # noqa: F401
 
-from zoo.common.addresses import AddressError, location
+from zoo.common.files import AddressError
+from zoo.common.store import location
 from zoo.data import formats
 from zoo.data.formats import SourceDocument, read_split, sample_texts
 from zoo.data.splits import Piece, plan_splits

@@ -22,7 +22,7 @@ from test_formats import web  # noqa: F401
 from zoo import text as zoo_text
 from zoo.__main__ import main
 from zoo.common import store
-from zoo.common.addresses import location
+from zoo.common.store import location
 from zoo.data.prepared import command, copies, engines, hashes, prepare, tokenizing
 from zoo.data.prepared.format import RECORD, DamagedError, Manifest, read_manifest
 from zoo.data.prepared.opening import open_prepared

@@ -9,7 +9,7 @@ import pytest
 from recipe_cases import Program, finish
 from stores import Store, gs, gs_port, s3, s3_port  # noqa: F401
 
-from zoo.common.addresses import location
+from zoo.common.store import location
 
 SMALL = (
     "--steps=2", "--model.d-model=32", "--model.num-layers=1", "--model.num-heads=2",

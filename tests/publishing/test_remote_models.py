@@ -23,7 +23,8 @@ import zoo
 from recipes import finetune, generate
 from zoo import __main__, mlp
 from zoo.common import files, store
-from zoo.common.addresses import AddressError, location
+from zoo.common.files import AddressError
+from zoo.common.store import location
 from zoo.publishing import PublishError, replacing, shelf
 from zoo.publishing.shelf import find
 from zoo.wrappers import lora

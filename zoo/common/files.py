@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-Location: TypeAlias = Any  # a Path, or a upath.UPath: see `zoo.common.addresses`
+Location: TypeAlias = Any  # a Path, or a upath.UPath: see `zoo.common.store`
 
 
 class AddressError(ValueError):

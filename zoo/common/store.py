@@ -1,26 +1,153 @@
-"""The objects under an address: read, written, listed, and copied from and to local folders.
+"""Object stores: files and folders at addresses, read, written, listed, and copied.
 
-All that the zoo has at addresses, runs, models and corpora, is copied here. A file that is fetched
-appears whole, and one whose size or SHA-256 is known is compared with it. Stores rename nothing:
-a writer of a folder writes the file that lists the others last, such as its `checksums.json`.
-The libraries of the stores try a request again by themselves; a failure that lasts longer is an
-error in one sentence (`zoo.common.addresses.explained`).
+`location` gives a `Path` for a local path, and a `upath.UPath`, which is used like one, for an
+address `scheme://…`; a new kind of store is a line of `SCHEMES`. Endpoints and credentials are read
+by the stores' own libraries (s3fs, gcsfs, huggingface_hub), and so are their environment variables:
+AWS_ENDPOINT_URL, AWS_PROFILE, GOOGLE_APPLICATION_CREDENTIALS, HF_TOKEN.
+
+All that the zoo has at addresses, runs, models and corpora, is copied by a `Store`. A file that is
+fetched appears whole, and one whose size or SHA-256 is known is compared with it. Stores rename
+nothing: a writer of a folder writes the file that lists the others last, such as its
+`checksums.json`. The libraries of the stores try a request again by themselves; a failure that
+lasts longer is an error in one sentence (`explained`).
 """
 
 import contextlib
+import functools
+import glob
 import hashlib
+import importlib.util
+import logging
+import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from zoo.common import checksums, files
-from zoo.common.addresses import NO_BUCKET, explained, location, reason_of
-from zoo.common.files import AddressError, Transfer, inside
+from zoo.common.files import AddressError, Location, Transfer, inside, is_remote, scheme_of
+from zoo.common.store_errors import NO_BUCKET, reason_of
 
+
+class Scheme(NamedTuple):
+    """A kind of store, by what its addresses begin with."""
+
+    module: str
+    """The package that reads it."""
+    extra: str
+    """The zoo's extra that brings the package."""
+    holds_runs: bool = False
+    """Whether a run can be written there: objects are, one by one and unless there is one."""
+    uncached: Mapping[str, Any] = MappingProxyType({})
+    """Options that keep no listing: other processes write to the same folders."""
+
+
+SCHEMES = {
+    "s3": Scheme("s3fs", "s3", True, {"use_listings_cache": False}),
+    "gs": Scheme("gcsfs", "gs", True, {"use_listings_cache": False, "cache_timeout": 0}),
+    "hf": Scheme("huggingface_hub", "hf"),
+    "http": Scheme("aiohttp", "s3"),
+    "https": Scheme("aiohttp", "s3"),
+    "memory": Scheme("fsspec", "s3", True),  # for tests
+}
+_WEB = ("http", "https")
 _AT_ONCE = 4  # transfers of files; each holds a part of its file in memory
 _PART = 2**22  # bytes
+
+
+def location(path: str | os.PathLike[str], name: str) -> Location:
+    """The path with `~` as the home folder, or the file or folder at an address.
+
+    Raises:
+        ValueError: a scheme that is not known, or a bucket that is missing from the address; the
+            message names the field `name`.
+        ImportError: the scheme needs an extra that is not installed.
+    """
+    text = os.fspath(path) if isinstance(path, Path) else str(path)
+    scheme = scheme_of(text)
+    if scheme is None:
+        return Path(os.path.expanduser(text))
+    if scheme == "file":
+        return Path("/" + _rest(text).lstrip("/"))
+    # `Path` makes one slash of the two.
+    address = f"{scheme}://{_rest(text)}"
+    if scheme not in SCHEMES:
+        known = ", ".join(f"{known}://" for known in SCHEMES if known != "memory")
+        raise ValueError(f"{name}='{address}': unknown scheme {scheme}://; known are {known}")
+    kind = SCHEMES[scheme]
+    if any(importlib.util.find_spec(needed) is None for needed in (kind.module, "upath")):
+        raise ImportError(f"{name}='{address}' needs an extra: pip install 'zoo[{kind.extra}]'")
+    if not _rest(text).strip("/"):
+        raise ValueError(f"{name}='{address}': there is no bucket or host in this address")
+    _silence()
+    from upath import UPath
+
+    return UPath(address.rstrip("/"), **kind.uncached)
+
+
+def _rest(address: str) -> str:
+    return re.sub(r"^[A-Za-z][\w+.-]+:/+", "", address)
+
+
+@functools.cache
+def _silence() -> None:
+    """Keep what these libraries log of errors, which they also raise, from the terminal."""
+    # gcsfs asks for the kind of each bucket, by other credentials, and warns where it cannot.
+    os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    for name in ("gcsfs", "fsspec", "s3fs", "aiobotocore", "botocore", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def files_matching(pattern: str, name: str) -> dict[Location, str]:
+    """The files that a glob matches, sorted, with their names.
+
+    `**` works, and so does the path or address of a single file. A name is the path relative to
+    the pattern's fixed folder, with forward slashes.
+
+    Raises:
+        FileNotFoundError: no such file.
+        AddressError: the store cannot be read.
+    """
+    where = location(pattern, name)
+    text = str(where)
+    parts = text.split("/")  # of an address, the empty one between its slashes too
+    magic = [i for i, part in enumerate(parts) if glob.has_magic(part)]
+    root = "/".join(parts[: magic[0] if magic else len(parts) - 1])
+    with explained(where):
+        if is_remote(where):
+            scheme, fs = scheme_of(where), where.fs
+            names = sorted(fs.glob(text if scheme in _WEB else where.path)) if magic else [text]
+            # A name is an address without its scheme, except on the web.
+            addresses = [n if is_remote(n) else f"{scheme}://{n.lstrip('/')}" for n in names]
+            paths = [location(address, name) for address in addresses]
+        else:
+            paths = sorted(map(Path, glob.glob(text, recursive=True)))
+        files = [path for path in paths if path.is_file()]
+        is_folder = bool(paths) and not files and paths[0].is_dir()
+    if not files:
+        here = "" if is_remote(where) else f" in {Path.cwd()}"
+        folder = f"; {pattern!r} is a folder: add '/**/*.txt' or the like" if is_folder else ""
+        raise FileNotFoundError(f"no file matches {pattern!r}{here}{folder}")
+    return {path: str(path)[len(root) :].lstrip("/") for path in files}
+
+
+@contextlib.contextmanager
+def explained(where: object) -> Iterator[None]:
+    """A context in which the errors of a store's library become an `AddressError`: one sentence.
+
+    Local paths keep their own errors.
+    """
+    try:
+        yield
+    except AddressError:
+        raise
+    except Exception as error:
+        if not is_remote(where) or (reason := reason_of(error)) is None:
+            raise
+        raise AddressError(f"{where}: {reason}") from error
 
 
 class Store:

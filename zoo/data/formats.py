@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from zoo.common.addresses import is_remote
+from zoo.common.files import is_remote
 from zoo.data.splits import (
     Given,
     Piece,

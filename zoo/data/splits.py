@@ -23,7 +23,8 @@ from typing import Any
 
 import xxhash
 
-from zoo.common.addresses import Location, explained, files_matching, is_remote, location
+from zoo.common.files import Location, is_remote
+from zoo.common.store import explained, files_matching, location
 
 COMPRESSIONS = (".gz", ".zst")
 _DIVISIBLE = (".jsonl", ".ndjson", ".parquet")  # whose readers take a part of a file

@@ -24,8 +24,7 @@ from jaxtyping import PyTree
 
 from zoo import sharding
 from zoo.common import checksums
-from zoo.common.addresses import is_remote
-from zoo.common.files import local_path
+from zoo.common.files import is_remote, local_path
 from zoo.nn.products import Kind, is_derived, is_quantized
 from zoo.publishing import PublishError, formats
 from zoo.publishing.families import (

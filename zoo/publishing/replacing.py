@@ -17,7 +17,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from zoo.common import checksums, files
-from zoo.common.addresses import AddressError, is_remote, scheme_of
+from zoo.common.files import AddressError, is_remote, scheme_of
 from zoo.common.store import Store, sizes
 from zoo.publishing import PublishError
 from zoo.publishing.formats import CACHE, CONFIG, README

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from zoo.common import checksums, files
-from zoo.common.addresses import Location, explained, is_remote
-from zoo.common.files import inside, local_path
-from zoo.common.store import Store, places
+from zoo.common.files import Location, inside, is_remote, local_path
+from zoo.common.store import Store, explained, places
 from zoo.publishing import PublishError, formats
 from zoo.publishing.formats import CACHE, CONFIG, METRICS, README, AdapterFormat, read_json
 from zoo.publishing.replacing import SAVING

@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
-from zoo.common import addresses
-from zoo.common.store import Store
+from zoo.common.files import is_remote
+from zoo.common.store import Store, location
 from zoo.publishing.formats import version
 from zoo.runs.checkpoint import local_steps
 from zoo.runs.metrics import read_metrics
@@ -104,8 +104,8 @@ def _run(run_dir: str) -> Iterator[str]:
         RunError: there is no run.
     """
     found: dict[str, Any] | None = None
-    where = addresses.location(run_dir, "run_dir")
-    if addresses.is_remote(where):
+    where = location(run_dir, "run_dir")
+    if is_remote(where):
         store = Store(run_dir, "run_dir")
         steps, (_, found) = sorted(stored_steps(store)[0]), lease.newest(store)
     else:

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from zoo.common import addresses, files
+from zoo.common import files
+from zoo.common.store import location
 
 Number = float | int  # spelled out for run-time checkers, to which an int is no float
 
@@ -33,7 +34,7 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     `"nan"`, `"inf"` and `"-inf"` come back as floats. A torn last line, which a killed process
     leaves, is dropped; a damaged line before it is a ValueError that names its number.
     """
-    lines = addresses.location(path, "path").read_bytes().splitlines()
+    lines = location(path, "path").read_bytes().splitlines()
     records = []
     for number, line in enumerate(lines, start=1):
         try:

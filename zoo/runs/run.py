@@ -21,7 +21,7 @@ import jax
 from jaxtyping import PyTree
 
 from zoo import sharding
-from zoo.common import addresses, checksums, files, plugins, startup
+from zoo.common import checksums, files, plugins, startup
 from zoo.data.datasets import Dataset, check_batch_size, check_row_lengths
 from zoo.nn.precision import Precision, check_precision, native_precision
 from zoo.runs import processes
@@ -45,7 +45,7 @@ class Run(Generic[ConfigT]):
 
     def __init__(self, config: ConfigT):
         self.config = config
-        self._is_remote = addresses.is_remote(config.run_dir) and not config.plan
+        self._is_remote = files.is_remote(config.run_dir) and not config.plan
         if config.plan:  # it leaves nothing behind
             self.folder = Path(tempfile.mkdtemp())
         elif self._is_remote:

@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 from zoo.common import files
-from zoo.common.addresses import Location
+from zoo.common.files import Location
 from zoo.common.store import Store, sizes
 from zoo.data.prepared import format
 from zoo.data.prepared.format import Manifest

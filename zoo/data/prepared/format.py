@@ -28,7 +28,7 @@ import numpy as np
 import xxhash
 from jaxtyping import Integer, UInt8
 
-from zoo.common.addresses import Location
+from zoo.common.files import Location
 from zoo.data.tokenizer import Tokenizer
 
 MANIFEST, TOKENIZER, SHARDS = "manifest.json", "tokenizer", "shards"

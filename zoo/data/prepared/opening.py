@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from zoo.common import files
-from zoo.common.addresses import Location, explained, files_matching, is_remote, location
-from zoo.common.files import local_path
+from zoo.common.files import Location, is_remote, local_path
+from zoo.common.store import explained, files_matching, location
 from zoo.data.corpus import Corpus, parts_of, remedy
 from zoo.data.documents import Document, standard_library
 from zoo.data.prepared import format

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from zoo.common import files
-from zoo.common.addresses import Location, explained, is_remote, location
-from zoo.common.files import Transfer
+from zoo.common.files import Location, Transfer, is_remote
+from zoo.common.store import explained, location
 from zoo.data.formats import read_split, sample_texts
 from zoo.data.prepared import copies, engines, format, hashes
 from zoo.data.prepared.engines import Engine

@@ -18,9 +18,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from zoo.common import addresses, files
+from zoo.common import files
 from zoo.common.configuration import require
-from zoo.common.store import Store
+from zoo.common.store import SCHEMES, Store, location
 from zoo.runs import processes
 from zoo.runs.checkpoint import CheckpointError, local_steps, set_aside
 from zoo.runs.processes import RunError
@@ -29,7 +29,6 @@ from zoo.runs.remote.lease import Lease, LeaseError, boot_clock, newest
 
 _log = logging.getLogger(__name__)
 CACHE = Path("~/.cache/zoo/runs")
-_SCHEMES = ("s3", "gs", "memory")  # the last one is for tests
 MINUTES = 30  # without a success, after which a run stops at its next save
 _PAUSES = (1.0, 2.0, 5.0, 10.0, 30.0)  # seconds between one try and the next
 _PATIENCE = 30.0  # seconds in which a run that failed waits for the others' parts
@@ -43,10 +42,10 @@ def checked(run_dir: Path | str, work_dir: Path | None) -> Path | str:
         ValueError: an address that can't be written, or a working folder of a local run.
     """
     require(str(run_dir) != "", "run_dir='': a run has a folder of its own; name one")
-    place = addresses.location(run_dir, "run_dir")
+    place = location(run_dir, "run_dir")
     if work_dir is not None:
         files.local_path(work_dir, "work_dir")
-    if not addresses.is_remote(place):
+    if not files.is_remote(place):
         require(
             work_dir is None,
             f"work_dir='{work_dir}': it is for a run at an address, and run_dir='{run_dir}' is a "
@@ -54,7 +53,7 @@ def checked(run_dir: Path | str, work_dir: Path | None) -> Path | str:
         )
         return Path(run_dir)
     require(
-        addresses.scheme_of(place) in _SCHEMES,
+        SCHEMES[str(files.scheme_of(place))].holds_runs,
         f"run_dir='{place}': a run can be in a local folder, or on s3:// or gs://",
     )
     return str(place)

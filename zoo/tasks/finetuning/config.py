@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from zoo.common.addresses import location
 from zoo.common.configuration import may_differ, require
+from zoo.common.store import location
 from zoo.data import text
 from zoo.nn.attention.attention import Implementation
 from zoo.nn.products import Kind

@@ -1,96 +1,10 @@
-"""zoo.common.addresses: locations, globs, and what a store's errors become."""
-
-import subprocess
-import sys
-from pathlib import Path
+"""zoo.common.store_errors: the sentences that the errors of the stores' libraries become."""
 
 import pytest
 from stores import Store, gs, gs_port, s3, s3_port  # noqa: F401
 
-from zoo.common.addresses import (
-    AddressError,
-    explained,
-    files_matching,
-    is_remote,
-    location,
-    scheme_of,
-)
-
-
-def test_local_paths_stay_paths(tmp_path: Path):
-    assert location("~/x", "data") == Path.home() / "x"
-    assert location(tmp_path, "data") == tmp_path
-    assert location(f"file://{tmp_path}", "data") == tmp_path
-    assert not is_remote("a:b/c.txt")
-    assert not is_remote("file:///x")
-    assert is_remote("s3://b/x")
-    assert is_remote(Path("s3://b/x"))  # which makes one slash of the two
-    assert scheme_of("S3://b") == "s3"
-
-
-def test_light_until_an_address_is_given():
-    program = (
-        "import sys; from zoo.common.addresses import location; location('/x', 'data');"
-        "assert not {'upath', 'fsspec', 's3fs'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
-@pytest.mark.parametrize(
-    ("address", "message"),
-    [
-        ("ftp://host/x", "data='ftp://host/x': unknown scheme ftp://; known are s3://"),
-        ("s3://", "data='s3://': there is no bucket or host"),
-    ],
-)
-def test_addresses_that_cannot_be_meant_are_refused(address: str, message: str):
-    with pytest.raises(ValueError, match=message):
-        location(address, "data")
-
-
-def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(
-        ImportError, match=r"data='gs://b/x' needs an extra: pip install 'zoo\[gs\]'"
-    ):
-        location("gs://b/x", "data")
-
-
-def test_globs_of_memory_and_of_files_agree(tmp_path: Path):
-    root = location("memory://folder", "data")
-    for base in (tmp_path, root):
-        for name in ("b/2.txt", "b/c/3.txt", "a.txt", "x.csv"):
-            (base / name).parent.mkdir(parents=True, exist_ok=True)
-            (base / name).write_text(name)
-    for pattern in ("*.txt", "**/*.txt", "b/*.txt", "a.txt"):
-        here = files_matching(f"{tmp_path}/{pattern}", "data")
-        there = files_matching(f"memory://folder/{pattern}", "data")
-        assert list(here.values()) == list(there.values())
-        assert len(here) >= 1
-        assert [path.read_text() for path in here] == [path.read_text() for path in there]
-    assert list(files_matching("memory://folder/b/*/3.txt", "data").values()) == ["c/3.txt"]
-    with pytest.raises(FileNotFoundError, match=r"no file matches 'memory://folder/\*.gz'"):
-        files_matching("memory://folder/*.gz", "data")
-    with pytest.raises(FileNotFoundError, match=r"is a folder: add"):
-        files_matching("memory://folder/b", "data")
-    with pytest.raises(FileNotFoundError, match=r"is a folder: add"):
-        files_matching(str(tmp_path / "b"), "data")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["s3", "gs"])
-def test_stores_are_read_and_written(kind: str, request: pytest.FixtureRequest):
-    store: Store = request.getfixturevalue(kind)
-    root = location(store.address, "data")
-    for name in ("b/2.txt", "b/c/3.txt", "a.txt"):
-        (root / name).write_text(name)
-    found = files_matching(f"{store.address}/**/*.txt", "data")
-    assert sorted(found.values()) == ["a.txt", "b/2.txt", "b/c/3.txt"]
-    assert [path.read_text() for path in found] == [*found.values()]
-    assert location(f"{store.address}/b/2.txt", "data").read_text() == "b/2.txt"
-    # Another writer's file is seen: no listing is remembered.
-    (location(store.address, "data") / "b" / "4.txt").write_text("4")
-    assert len(files_matching(f"{store.address}/b/*.txt", "data")) == 2
+from zoo.common.files import AddressError
+from zoo.common.store import explained, location
 
 
 def http_error(status: int) -> Exception:
