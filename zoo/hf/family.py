@@ -115,7 +115,7 @@ class Family:
             key = keystr(path)
             place = key.removeprefix("body.")  # of a model under a head for classes
             tensor = places[place]
-            split = splits[tensor.rows[0]] if tensor.rows else ()
+            split = splits[tensor.split] if tensor.split else ()
             layers = layers_of(config, place)
             found[key] = Layout(key, leaf.shape, axes, tensor, prefix, layers, split)
 

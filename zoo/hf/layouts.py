@@ -7,7 +7,7 @@ parameter, in the names of the parameter's logical axes.
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -33,15 +33,16 @@ class Tensor:
     `name` is a template, in which `{layer}` and `{experts}`, axes that the parameter stacks, become
     numbers, and `{prefix}` the family's prefix. `axes` are the tensor's axes by the parameter's
     names ("" if they are the same); a dot joins axes of the parameter that are one of the tensor:
-    "heads.head_dim embed"; 1 is an axis of one element. `part` = (i, n): the parameter is the i-th
-    of n along the axis `part`. `rows` = (name, i): the parameter has the i-th share of the tensor's
-    rows, by the family's split of that name; a split of one share gives another order of the rows.
+    "heads.head_dim embed"; 1 is an axis of one element. `share` = (i, n): the parameter is the i-th
+    of n in the tensor. It has a share of the rows, by the family's `split` of that name; one share
+    is another order of the rows. Without a split all have as much of the axis with "part" in it, in
+    turn where that is last.
     """
 
     name: str
     axes: str = ""
-    part: tuple[int, int] | None = None
-    rows: tuple[str, int] | None = None
+    share: tuple[int, int] = (0, 1)
+    split: str = ""
 
 
 # The numbers of the rows that each of the parameters in a tensor has, of a configuration.
@@ -100,16 +101,15 @@ def table(text: str, *, layer: str) -> dict[str, Tensor]:
             *_, owner, last = ["", *path.split(".")]
             usual = _AXES.get(f"{owner}.{last}") or _AXES.get(last, "")
             axes = usual.split() if given in ([], ["T"]) else [*given]
-            part = (number, len(paths)) if shared == "/" else None
-            rows = (shared[:-1], number) if shared[1:] else None
-            if part and not any("part" in axis for axis in axes):
+            share = (number, len(paths)), shared.rstrip("/:")
+            if shared == "/" and not any("part" in axis for axis in axes):
                 axes[0] = f"part.{axes[0]}"
             turned = " ".join(axes[::-1] if given == ["T"] else axes)
             if module := name.removesuffix("*") * name.endswith("*"):
-                found[bias_of(path)] = Tensor(f"{module}bias", " ".join(axes[:1]), part, rows)
-                found[path] = Tensor(f"{module}weight", turned, part, rows)
+                found[bias_of(path)] = Tensor(f"{module}bias", " ".join(axes[:1]), *share)
+                found[path] = Tensor(f"{module}weight", turned, *share)
             else:
-                found[path] = Tensor(name, turned, part, rows)
+                found[path] = Tensor(name, turned, *share)
     return found
 
 
@@ -134,26 +134,31 @@ class Layout:
         split: Sequence[np.ndarray] = (),
     ):
         """`layers` are the numbers of the layers that are stacked, if they are not all of them."""
-        self.tensor, self._layers = tensor, layers
-        self.own_rows = split[tensor.rows[1]] if tensor.rows else None
-        self._num_rows = sum(map(len, split))
+        self.tensor, self.layers, self.prefix = tensor, layers, prefix
         self.axes = tuple(name or LAYER for name in names)
         self.sizes = dict(zip(self.axes, shape, strict=True))
         fields = [field for _, field, _, _ in Formatter().parse(tensor.name) if field]
         self.numbered = [axis for axis in self.axes if axis in fields]
         # The axes that each tensor has, in the parameter's order and in the tensor's.
         self._ours = [axis for axis in self.axes if axis not in fields]
-        groups = (tensor.axes or " ".join(self._ours)).split()
-        self.factors = [[] if group == "1" else group.split(".") for group in groups]
-        self._theirs = [axis for group in self.factors for axis in group if axis != "part"]
-        self.prefix = prefix
-        self._part, self._num_parts = tensor.part or (0, 1)
+        groups = [x.split(".") for x in (tensor.axes or " ".join(self._ours)).split()]
+        self.factors = [[axis for axis in x if axis not in ("1", "part")] for x in groups]
+        self._theirs = [axis for group in self.factors for axis in group]
         assert sorted(self._theirs) == sorted(self._ours), (path, self._theirs, self._ours)
+        # The axis of the tensor that parameters share, and the numbers that each has along it.
+        self.shared = next((i for i, group in enumerate(groups) if "part" in group), 0)
+        self.shares, (number, count) = split, tensor.share
+        if count > 1 and not len(split):
+            size = math.prod(self.sizes[axis] for axis in self.factors[self.shared])
+            in_turn = groups[self.shared][0] != "part"
+            every = np.arange(count * size).reshape((size, count) if in_turn else (count, size))
+            self.shares = [*(every.T if in_turn else every)]
+        self.own = self.shares[number] if len(self.shares) else None
 
     def name(self, index: Mapping[str, int]) -> str:
         """The name of the tensor with these numbers."""
-        if self._layers is not None:
-            index = {**index, LAYER: self._layers[index[LAYER]]}
+        if self.layers is not None:
+            index = {**index, LAYER: self.layers[index[LAYER]]}
         return filled(self.tensor.name, self.prefix, index)
 
     def resized(self, sizes: Mapping[str, int]) -> "Layout":
@@ -163,15 +168,20 @@ class Layout:
         return found
 
     @property
-    def has_all_rows(self) -> bool:
-        """Whether no other parameter has rows of its tensors; they may be in another order."""
-        return self.own_rows is None or len(self.own_rows) == self._num_rows
-
-    @property
     def tensor_shape(self) -> tuple[int, ...]:
         """The shape of each of the tensors."""
-        shape = tuple(math.prod(self._size(axis) for axis in group) for group in self.factors)
-        return shape if self.own_rows is None else (self._num_rows, *shape[1:])
+        shape = [math.prod(self.sizes[axis] for axis in group) for group in self.factors]
+        if len(self.shares):
+            shape[self.shared] = sum(map(len, self.shares))
+        return tuple(shape)
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether the tensor is its parameters one behind another."""
+        if not len(self.shares):
+            return True
+        every = np.concatenate([*self.shares])
+        return self.shared == 0 and np.array_equal(every, np.arange(len(every)))
 
     def names(self) -> Iterator[tuple[str, dict[str, int]]]:
         """Each tensor's name and numbers."""
@@ -188,32 +198,27 @@ class Layout:
         where, cuts, shape = self._tensor_slices(ranges)
         order = [self._theirs.index(axis) for axis in self._ours]
         for index in self._indices(ranges):
-            part = self._rows(read, self.name(index), where).reshape(shape)[cuts].transpose(order)
+            part = self._share(read, self.name(index), where).reshape(shape)[cuts]
+            part = part.transpose(order)
             out[self.at({axis: i - ranges[axis][0] for axis, i in index.items()})] = part
         return out
 
     def write(self, index: Mapping[str, int], part: np.ndarray) -> np.ndarray:
-        """The tensor with these numbers, given the parameter there; only its own `part`.
-
-        Given some of the parameter's rows, these rows of it.
-        """
+        """The parameter's share of the tensor with these numbers; given some rows, these of it."""
         order = [self._ours.index(axis) for axis in self._theirs]
         sizes = dict(zip(self._ours, part.shape, strict=True))
         shape = [math.prod(sizes.get(axis, 1) for axis in group) for group in self.factors]
         return np.ascontiguousarray(part.transpose(order).reshape(shape))
 
-    @property
-    def part_axis(self) -> int | None:
-        """The tensor's axis along which it holds several parameters; None if it holds one."""
-        return next((i for i, group in enumerate(self.factors) if "part" in group), None)
-
-    def joined(self, parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
-        """Its parameters' parts of the tensor: side by side, or with "part" last in turn."""
-        axis = self.part_axis or 0
-        if len(parts) == 1 or self.factors[axis][0] == "part":
-            return np.concatenate(parts, axis, dtype=dtype)
-        shape = (*parts[0].shape[:axis], -1, *parts[0].shape[axis + 1 :])
-        return np.stack(parts, axis + 1, dtype=dtype).reshape(shape)
+    def joined(self, shares: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
+        """The tensor, or rows of it, of the shares of all its parameters."""
+        shape = [*shares[0].shape]
+        shape[self.shared] = self.tensor_shape[self.shared]
+        whole = np.empty(shape, dtype)
+        along = whole.swapaxes(0, self.shared)
+        for own, share in zip(self.shares, shares, strict=True):
+            along[own] = share.swapaxes(0, self.shared)
+        return whole
 
     def rows(self, size: int) -> Iterator[dict[str, slice]]:
         """The tensor cut along its first axis to `size` values at most, as slices of an axis."""
@@ -230,45 +235,37 @@ class Layout:
         """The index of the parameter at these numbers, and in these slices."""
         return tuple(index.get(axis, slice(None)) for axis in self.axes)
 
-    def _rows(self, read: Callable[[str, Index], np.ndarray], name: str, at: Index) -> np.ndarray:
-        """A slice of the parameter's own rows of a tensor."""
-        if self.own_rows is None:
+    def _share(self, read: Callable[[str, Index], np.ndarray], name: str, at: Index) -> np.ndarray:
+        """A slice of the parameter's own share of a tensor."""
+        if self.own is None:
             return read(name, at)
-        rows = self.own_rows[at[0]]
-        first = rows.min()
-        return read(name, (slice(first, rows.max() + 1), *at[1:]))[rows - first]
+        own = self.own[at[self.shared]]
+        first, last = own.min(), own.max()
+        where = slice(first, last + 1)
+        found = read(name, (*at[: self.shared], where, *at[self.shared + 1 :]))
+        follow = np.array_equal(own, np.arange(first, last + 1))
+        return found if follow else found.take(own - first, self.shared)
 
     def _indices(self, ranges: Mapping[str, Range]) -> Iterator[dict[str, int]]:
         """The numbers of each tensor within the ranges."""
         for numbers in product(*(range(*ranges[axis]) for axis in self.numbered)):
             yield dict(zip(self.numbered, numbers, strict=True))
 
-    def _size(self, axis: str) -> int:
-        return self._num_parts if axis == "part" else self.sizes[axis]
-
-    def _tensor_slices(
-        self, ranges: Mapping[str, Range]
-    ) -> tuple[Index, tuple[slice | int, ...], list[int]]:
-        """The slices to read of a tensor, and how to cut them to the ranges, once in that shape."""
-        ranges = {**ranges, "part": (self._part, self._part + 1)}
+    def _tensor_slices(self, ranges: Mapping[str, Range]) -> tuple[Index, Index, list[int]]:
+        """The slices to read of a share, and how to cut them to the ranges, once in that shape."""
         where: list[slice] = []
-        cuts: list[slice | int] = []
+        cuts: list[slice] = []
         shape: list[int] = []
         for group in self.factors:
             low, high = 0, 1  # the range to read, in blocks of the remaining factors
             for axis in group:
-                size = self._size(axis)
-                start, stop = ranges[axis]
+                size, (start, stop) = self.sizes[axis], ranges[axis]
                 cut = slice(None)
                 if high - low > 1:  # several blocks are read as a whole, and then cut
                     cut, start, stop = slice(start, stop), 0, size
                 low, high = low * size + start, (high - 1) * size + stop
-                if axis != "part":
-                    cuts.append(cut)
-                    shape.append(stop - start)
-                elif cut != slice(None):  # of parameters that take turns
-                    cuts.append(self._part)
-                    shape.append(size)
+                cuts.append(cut)
+                shape.append(stop - start)
             where.append(slice(low, high))
         return tuple(where), tuple(cuts), shape
 
@@ -290,29 +287,26 @@ def tensors_of(
         for name, index in layout.names():
             pieces.setdefault(name, []).append((path, index))
 
-    def by_rows(parts: list[tuple[str, dict]], dtype: np.dtype) -> Iterator[np.ndarray]:
-        whole = np.empty(found[parts[0][0]].tensor_shape, dtype)
-        for path, at in parts:
-            layout = found[path]
-            whole[layout.own_rows] = layout.write(at, gathered(arrays[path], layout.at(at)))
-        yield whole
-
-    def each(parts: list[tuple[str, dict]], dtype: np.dtype) -> Iterator[np.ndarray]:
+    def written(parts: list[tuple[str, dict]], dtype: np.dtype) -> Iterator[np.ndarray]:
         first = found[parts[0][0]]
-        # Along the first axis one part follows on another, along any other they lie side by side.
-        for group in [parts] if first.part_axis else [[part] for part in parts]:
-            for rows in found[group[0][0]].rows(BLOCK_BYTES // dtype.itemsize):
-                made = []
+        in_order = first.is_in_order
+        for group in [[part] for part in parts] if in_order else [parts]:
+            blocks: Iterable[dict] = found[group[0][0]].rows(BLOCK_BYTES // dtype.itemsize)
+            if not in_order and first.shared == 0:
+                blocks = [{}]  # a block of a parameter is no block of the tensor
+            for rows in blocks:
+                shares = []
                 for path, at in group:
                     taken = gathered(arrays[path], found[path].at({**at, **rows}))
-                    made.append(found[path].write(at, taken))
-                yield first.joined(made, dtype)
+                    shares.append(found[path].write(at, taken))
+                yield (
+                    shares[0].astype(dtype, copy=False) if in_order else first.joined(shares, dtype)
+                )
 
     described = {}
     for name, parts in pieces.items():
-        parts.sort(key=lambda piece: (found[piece[0]].tensor.part or (0, 1))[0])
+        parts.sort(key=lambda piece: found[piece[0]].tensor.share)
         dtype = np.result_type(*[dtypes[path] for path, _ in parts])
-        first = found[parts[0][0]]
-        write = each if first.own_rows is None else by_rows
-        described[name] = tensors.Tensor(first.tensor_shape, dtype, partial(write, parts, dtype))
+        shape = found[parts[0][0]].tensor_shape
+        described[name] = tensors.Tensor(shape, dtype, partial(written, parts, dtype))
     return described

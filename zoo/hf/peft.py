@@ -60,8 +60,8 @@ def layout(path: str, linear: Linear, field: str, rank: int, prefix: str) -> Lay
     sizes = {**linear.sizes, "rank": rank}
     names = (*stacked, *ours)
     shape = tuple(sizes[axis] for axis in names)
-    own = ("", linear.part[0]) if len(split) else None
-    tensor = layouts.Tensor(f"{ROOT}{linear.module}.{ENDS[field]}", theirs, rows=own)
+    share = linear.part if len(split) else (0, 1)
+    tensor = layouts.Tensor(f"{ROOT}{linear.module}.{ENDS[field]}", theirs, share)
     return Layout(path, shape, names, tensor, prefix, linear.layers, split)
 
 
@@ -337,7 +337,7 @@ def _tensors(parts: dict[str, tuple[lora.Adapted, Linear]], prefix: str) -> dict
         made = np.zeros(shape, dtype)
         for number, node in nodes.items():
             found, ranks = places[number, field], slice(number * one.rank, (number + 1) * one.rank)
-            rows = slice(None) if found.own_rows is None else found.own_rows
+            rows = slice(None) if found.own is None else found.own
             part = found.write(at, gathered(getattr(node, field)[found.at(at)]))
             if field == "down":
                 by_expert = made.reshape(experts, -1, shape[1])

@@ -21,7 +21,7 @@ from jaxtyping import PyTree
 
 from zoo.common import configuration
 from zoo.hf.folder import family_of
-from zoo.hf.layouts import LAYER, Tensor, filled, layers_of
+from zoo.hf.layouts import LAYER, filled
 from zoo.hf.rules import words
 from zoo.nn.parameters import resolve
 from zoo.publishing import PublishError
@@ -52,7 +52,7 @@ _ENDS: dict[tuple, str] = {
 }  # by their logical axes
 # The experts that files have one by one, and transformers stacks in two parameters of a module: the
 # parameter of each, and which of how many matrices in it.
-_EXPERT = re.compile(r"(.*\.)(?:mlp|block_sparse_moe)\.experts\.\{experts\}\.(\w+)\.weight")
+_EXPERT = re.compile(r"(.*\.)(?:mlp|block_sparse_moe)\.experts\.\{experts\}\.(\w+)")
 _PARAMETERS = {
     **dict.fromkeys(("gate_proj", "w1"), ("gate_up_proj", (0, 2))),
     **dict.fromkeys(("up_proj", "w3"), ("gate_up_proj", (1, 2))),
@@ -132,8 +132,7 @@ def linears(model: PyTree) -> Linears:
         family = family_of(plain)
     except PublishError:
         family = None
-    places = family.places(plain.config) if family else {}
-    splits = {x: split(plain.config) for x, split in family.splits.items()} if family else {}
+    layouts = family.layouts(plain, "") if family else {}
     found = {}
 
     def add(path: tuple, names: tuple[str | None, ...], leaf: Any) -> None:
@@ -141,44 +140,39 @@ def linears(model: PyTree) -> Linears:
         if not is_matrix(names, field=key):
             return
         inputs, outputs = matrix_axes(names)
-        axes = [name or LAYER for name in names]
+        axes, layout = [name or LAYER for name in names], layouts.get(key)
         stacked = axes[: inputs[0]]
-        if family is None:  # its axes may have the same name
+        if layout is None:  # its axes may have the same name
             axes = [*stacked, *(f"axis{i}" for i in range(len(stacked), len(names)))]
         into, out = (".".join(axes[i] for i in group) for group in (inputs, outputs))
-        if family is None:
-            first, *rest = key.removesuffix(".weight").split(".")
-            module = ".".join([first, *["{layer}"] * bool(stacked), *rest])
-            tensor = Tensor(module, f"{into} {out}")
-        else:
-            tensor = places[key]
-        groups = (tensor.axes or " ".join(axes[len(stacked) :])).split()
-        is_transposed = {*into.split(".")} <= {*groups[0].split(".")}
-        name, part, refusal, parameter = tensor.name, tensor.part or (0, 1), "", ""
-        if family and (expert := _EXPERT.fullmatch(name)):
+        groups = [".".join(group) for group in layout.factors] if layout else [into, out]
+        first, *rest = key.removesuffix(".weight").split(".")
+        name = ".".join([first, *["{layer}"] * bool(stacked), *rest])
+        part, refusal, parameter = (0, 1), "", ""
+        split: Sequence[np.ndarray] = ()
+        if layout:
+            name, part = layout.tensor.name.removesuffix(".weight"), layout.tensor.share
+            split = layout.shares
+        if layout and (expert := _EXPERT.fullmatch(name)):
             name, (parameter, part) = f"{expert[1]}mlp.experts", _PARAMETERS[expert[2]]
-        elif stacked not in ([], [LAYER]) or (family and "routes" in axes):
+            split = np.split(np.arange(part[1] * leaf.shape[outputs[0]]), part[1])
+        elif stacked not in ([], [LAYER]) or (layout and "routes" in axes):
             refusal = "versions of transformers name experts and their routers differently"
-            if family is None:
+            if layout is None:
                 refusal = f"a stack of matrices along {', '.join(stacked)}"
         elif "embedding" in key:
             refusal = "an embedding is no Linear"
-        split: Sequence[np.ndarray] = ()
-        if tensor.rows is not None:
-            split = splits[tensor.rows[0]]
-            part = tensor.rows[1], len(split)
-        elif part[1] > 1:
-            split = np.split(np.arange(part[1] * math.prod(leaf.shape[outputs[0] :])), part[1])
+        is_transposed = {*into.split(".")} <= {*groups[0].split(".")}
         found[key] = Linear(
-            module=name.removesuffix(".weight"),
+            module=name,
             sizes=dict(zip(axes, leaf.shape, strict=True)),
             inputs=groups[not is_transposed],
-            outputs=groups[is_transposed].removeprefix("part."),
+            outputs=groups[is_transposed],
             is_transposed=is_transposed,
             part=part,
             refusal=refusal,
             split=split,
-            layers=layers_of(getattr(plain, "config", None), key) if family else None,
+            layers=layout.layers if layout else None,
             end=_ENDS.get(names, ""),
             parameter=parameter,
         )

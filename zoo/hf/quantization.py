@@ -269,7 +269,7 @@ def _matrix(method: Method, name: str, layout: Layout, weights: Weights) -> Matr
 def _is_linear(layout: Layout) -> bool:
     """Whether a parameter's tensors are matrices as [outputs, inputs], one each."""
     axes = [axis for axis in layout.axes if axis not in layout.numbered]
-    if not is_matrix(axes) or not layout.has_all_rows:
+    if not is_matrix(axes) or len(layout.shares) > 1:
         return False
     inputs, outputs = matrix_axes(axes)
     return layout.factors == [[axes[axis] for axis in group] for group in (outputs, inputs)]
