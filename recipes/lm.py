@@ -33,14 +33,14 @@ class Config(language.Config):
     run_dir: Path | str = Path("runs/lm")
     """Folder of the run, or its address on s3:// or gs://; the same command resumes it."""
     objective: Literal["next_token", "masked"] = "next_token"
-    """Predict the next token, or fill in hidden ones (masked; of an encoder, --model.no-causal)."""
+    """Predict the next token, or fill in hidden ones (masked: with --model.no-causal)."""
     mask: masking.Config = masking.Config()
     steps: int = 500
     """Optimizer steps in all; more than before continues a finished run."""
     balance: float = 0.01
     """Load-balancing loss coefficient of a model with experts."""
     router_z: float = 0.0
-    """Coefficient of the routers' z-loss likewise."""
+    """Coefficient of the routers' z-loss, of a model with experts."""
     model: transformer.Config = transformer.Config(
         vocab_size=64,
         d_model=256,

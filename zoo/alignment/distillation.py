@@ -168,6 +168,7 @@ class Config(language.Config):
     compare: bool = may_differ(True)
     """Then train the same student alone, in the folder beside, RUN_DIR-alone."""
     data: Data = Data()  # type: ignore[assignment]
+    """Text that teacher and student read."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -55,7 +55,7 @@ def advantages(
 
 @dataclass(frozen=True)
 class Config:
-    """The loss of answers, and its pull to the model that the adapters stand on."""
+    """The loss of answers, and its pull to the model under the adapters."""
 
     ratio: Literal["token", "sequence"] = "token"
     """The ratio of probabilities that weighs an advantage: of each token (PPO, Schulman et al.

@@ -74,6 +74,7 @@ class Config(finetuning.Config):
     """Answers to each held-out prompt: pass@1 is the share that is right, and pass@N, of so many,
     the share of the prompts with a right one."""
     data: Data = Data()  # type: ignore[assignment]
+    """Prompts, a row each, with the fields that a reward needs."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

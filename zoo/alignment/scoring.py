@@ -45,7 +45,7 @@ def of_tokens(
 def of_base(
     model: PyTree, batch: dict[str, Array], flag: str, temperature: float = 1.0
 ) -> Float[Array, "batch seq"]:
-    """`of_tokens` of the model that the trained adapters stand on, without a copy of it.
+    """`of_tokens` of the model under the trained adapters, without a copy of it.
 
     Raises:
         ValueError: a model without trained adapters, which names the `flag` that asks for them.

@@ -50,7 +50,7 @@ class Config:
     """Published size (llama3-8b, -70b, qwen3-0.6b, -1.7b, -4b, -8b, -14b, -32b, -30b-a3b,
     -235b-a22b, mixtral-8x7b, qwen3-next-80b-a3b or qwen3.5-27b; vit-s16, -b16 or -l16), a name on
     the shelf, a model's folder, or an id on the Hugging Face hub, of which no weights are fetched.
-    A vision transformer is to tell classes, 1,000 where it has no head."""
+    A vision transformer classifies, into 1,000 classes where it has no head."""
     target: str
     """TPU slice, such as v5e:1x1, v5e:4x4, v5p:4x4x4 or v6e:16x16 (v4 too); or a number of GPUs, by
     name or by memory, or of virtual CPU devices, such as rtx4090:1, h200:8, 24GiB:1 or cpu:8.

@@ -55,7 +55,7 @@ class Config:
     eos_ids: tuple[int, ...] = may_differ(())
     """Ids of the tokens that end a text, where generation stops."""
     recurrence: RecurrenceConfig = RecurrenceConfig()
-    """Of gated_deltanet, mamba2 and mlstm."""
+    """Settings of gated_deltanet, mamba2 and mlstm."""
 
     def __post_init__(self) -> None:
         configuration.check(self)

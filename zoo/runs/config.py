@@ -32,14 +32,14 @@ class Config:
     """Passes over the training data, in the place of steps."""
     mesh: str = may_differ("")
     """Devices by axis, such as fsdp=4,tensor=2; also data, expert and context. data=-1 takes all
-    there are; empty is one."""
+    devices; empty is one device."""
     precision: Precision | Literal["auto"] = "auto"
     """Dtype of activations and products; master weights are fp32. auto: bf16 where the hardware
     multiplies it, else fp32. int8: bf16, with the products of blocks in int8."""
     accumulate: int = 1
     """Microbatches per batch, computed one after the other to save memory."""
     clip_norm: float | None = 1.0
-    """Global norm that gradients are clipped to; None: they are not."""
+    """Global norm that gradients are clipped to; None does not clip."""
     seed: int = 0
     """Seed of the initialisation, dropout, and the order of the data."""
     on_nonfinite: Literal["stop", "skip"] = may_differ("stop")
@@ -68,7 +68,7 @@ class Config:
     keep_checkpoints: int = may_differ(3)
     """Checkpoints kept, newest first."""
     work_dir: Path | None = may_differ(None)
-    """Local folder that a run at an address works in, of each machine; by default one in
+    """Local folder in which each machine of a run at an address works; by default one in
     ~/.cache/zoo/runs."""
     xla: Flags = may_differ("default")
     """Set of the compiler's flags for the train step: no_windows, scatter_layouts, gathers (TPUs),

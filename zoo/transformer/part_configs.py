@@ -24,7 +24,7 @@ class LatentConfig:
     q_rank: int | None = None
     """Size of a latent vector that queries come from; from the layer's input if not given."""
     rotary_dim: int = 64
-    """Features of a head that rotate, whose key all heads share; head_dim has them and others."""
+    """Features of a head that rotate, with one key for all heads; a part of head_dim."""
     value_dim: int | None = None
     """Size of a head's values; that of its features that do not rotate if not given."""
 
@@ -106,17 +106,17 @@ class ExpertsConfig:
     num_shared: int = 0
     """Experts that every token goes to, beside the ones that its router chooses."""
     shared_gate: bool = False
-    """Multiply what the shared experts give by a sigmoid of each token (Qwen2-MoE, Qwen3-Next)."""
+    """Multiply the shared experts' output by a sigmoid of the token (Qwen2-MoE, Qwen3-Next)."""
     num_groups: int = 1
-    """Groups of experts, one behind another, a few of which a token's experts are in (DeepSeek)."""
+    """Groups that the experts are cut into; a token's come from a few of them (DeepSeek)."""
     groups_per_token: int = 1
     """Groups that a token's experts are in: those with the highest scores."""
     group_score: int = 2
-    """Best experts of a group, whose scores add up to its own: 2 (DeepSeek-V3) or 1 (V2)."""
+    """Best experts of a group whose scores add up to the group's: 2 (DeepSeek-V3) or 1 (V2)."""
     first_dense: int = 0
     """Layers before the first one with experts, which have one MLP for all tokens (DeepSeek)."""
     interval: int = 1
-    """Each so manieth layer has experts, and the others one MLP for all tokens (Llama 4)."""
+    """Every interval-th layer has experts; the others have one MLP for all tokens (Llama 4)."""
     dense_d_ff: int | None = None
     """Hidden width of the MLP of layers without experts; that of an expert if not given."""
     dispatch: Dispatch = may_differ("auto")
@@ -179,12 +179,12 @@ class MixerConfig:
     """The mixer of the positions of a row in each layer: attention, or a recurrence over them."""
 
     pattern: tuple[Literal["attention", MixerName], ...] = ("attention",)
-    """The mixer of each layer, repeated over the layers; of recurrences there is one kind."""
+    """The mixer of each layer, repeated over the layers, with one kind of recurrence at most."""
     recurrence: RecurrenceConfig = RecurrenceConfig()
-    """Of gated_deltanet, mamba2 and mlstm."""
+    """Settings of gated_deltanet, mamba2 and mlstm."""
     norm_placement: Literal["pre", "post", "both"] | None = None
-    """Where norms are in layers with a recurrence; as residual.norm_placement, which then is that
-    of layers with attention, if not given (Olmo-Hybrid)."""
+    """Where norms are in layers with a recurrence, and residual.norm_placement in the others
+    (Olmo-Hybrid); the same in all if not given."""
 
     def __post_init__(self) -> None:
         configuration.check(self, "mixer.")
@@ -212,7 +212,7 @@ class ResidualConfig:
     """The residual stream, and the norms between it and the parts that add to it."""
 
     norm: NormKind = "rms"
-    """RMSNorm, LayerNorm, either one with a scale that is stored less one (Gemma, Nemotron), or
+    """RMSNorm, LayerNorm, either with its scale stored minus one (Gemma, Nemotron), or
     LayerNorm without a scale (OLMo)."""
     norm_bias: bool = False
     """Biases in LayerNorm."""
@@ -231,7 +231,7 @@ class ResidualConfig:
     multiplier: float = 1.0
     """Factor of what each part adds to the residual stream (Granite)."""
     layer_scale: float | None = None
-    """Start of a learned factor per feature of what each part adds; none if not given."""
+    """Initial value of a learned factor per feature of what each part adds; none if not given."""
     final_norm: bool = True
     """A norm of the residual stream behind the last layer (not in BERT, whose stream is normed)."""
 

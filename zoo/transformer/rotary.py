@@ -36,7 +36,7 @@ class RopeScaling:
     original_max_seq_len: int | None = None
     """The original length: the longest sequence that the model was trained on before."""
     ramp: Literal["llama3", "yarn"] = "llama3"
-    """How much the waves in between are: by how often they fit, or by their number (YaRN)."""
+    """How far the waves in between are stretched: by how often they fit, or their number (YaRN)."""
     truncate: bool = True
     """Let YaRN's ramp begin and end at whole numbers of waves (not in gpt-oss)."""
     short_factors: tuple[float, ...] = ()
@@ -44,9 +44,9 @@ class RopeScaling:
     long_factors: tuple[float, ...] = ()
     """The same in rows with a position beyond the original length."""
     attention_factor: float = 1.0
-    """Factor of what is rotated, of queries and of keys (YaRN and LongRoPE)."""
+    """Factor of the rotated features of queries and keys (YaRN and LongRoPE)."""
     query_growth: float = 0.0
-    """Queries are 1 + this · log(1 + n) times as large behind n original lengths (Llama 4,
+    """After n original lengths a query is 1 + query_growth · log(1 + n) times as large (Llama 4,
     Ministral 3)."""
 
     def __post_init__(self) -> None:

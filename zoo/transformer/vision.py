@@ -74,7 +74,7 @@ class VisionConfig:
     key_bias: bool = True
     """The one on keys (not in DINOv3)."""
     layer_scale: float | None = None
-    """Start of a learned factor per feature of what each part adds (Touvron et al. 2021)."""
+    """Initial value of a learned factor per feature (LayerScale, Touvron et al. 2021)."""
     dropout: float = of_training(0.0)
     """Rate of dropout on the embedding and on each residual update."""
     kernel: Implementation = may_differ("auto")

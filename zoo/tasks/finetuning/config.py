@@ -106,8 +106,8 @@ class Config(RunConfig):
     """Field of --data that holds a row's label, or the tags of its words or letters: puts a new
     head on the model, which classifies."""
     pooling: Pooling = "auto"
-    """Input of that head: a row's last token, its first, what BERT's pooler makes of that, the
-    mean, or (auto) the last of a decoder, which has seen the others, and the mean of an encoder."""
+    """Input of that head: a row's last token, its first, BERT's pooler of the first, the mean,
+    or (auto) the last of a decoder, which has seen the others, and the mean of an encoder."""
     sample_tokens: int = may_differ(128)
     """Tokens of the samples at the end."""
     sample_every: int | None = may_differ(None)
