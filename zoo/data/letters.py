@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, Regex, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as HFTokenizer
 
@@ -55,3 +56,18 @@ def read_letters(folder: Path) -> HFTokenizer:
     names = [token for token in ids if token.startswith("<")]
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in names])
     return tokenizer
+
+
+def check_known(tokenizer: Any, text: str, ids: np.ndarray, name: str) -> None:
+    """Raise a ValueError for a letter of a text that a tokenizer of letters does not know.
+
+    `ids` are those of the text, and `name` is its name.
+    """
+    if tokenizer.unknown_id not in ids:
+        return
+    found, spans = tokenizer.encode_spans(text)
+    begin, end = spans[found == tokenizer.unknown_id][0].tolist()
+    raise ValueError(
+        f"{name} has {text[begin:end]!r} at character {begin}, which is no token of the model's: "
+        "correct the sequence, as by X for any amino acid, or leave it out"
+    )

@@ -15,6 +15,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from zoo.common import files
+from zoo.data import letters
 from zoo.data.chats import ChatTemplate, Part
 from zoo.data.documents import functions_of
 from zoo.data.formats import SourceDocument, read_split
@@ -214,7 +215,8 @@ class _Writer:
                 done.first_empty = done.first_empty or name
                 continue
             format.check_ids(ids, self._tokenizer.vocab_size, repr(name))
-            self._check_letters(document.text, ids, name)
+            if getattr(self._tokenizer, "is_of_letters", False):
+                letters.check_known(self._tokenizer, document.text, ids, name)
             done.special_tokens += count_special(self._tokenizer, document.text, ids, quoted)
             label = 0
             if document.label is not None:
@@ -242,18 +244,6 @@ class _Writer:
         for ids in encode(self._tokenizer, [example.document.text for example in batch]):
             inner = ids[unframed(self._tokenizer, ids)]
             yield inner, np.ones(len(inner), bool)
-
-    def _check_letters(self, text: str, ids: np.ndarray, name: str) -> None:
-        """Refuse a letter that a tokenizer of letters does not know."""
-        unknown = getattr(self._tokenizer, "unknown_id", None)
-        if not (ids == unknown).any() or not getattr(self._tokenizer, "is_of_letters", False):
-            return
-        found, spans = self._tokenizer.encode_spans(text)
-        begin, end = spans[found == unknown][0].tolist()
-        raise ValueError(
-            f"{name} has {text[begin:end]!r} at character {begin}, which is no token of the "
-            "model's: correct the sequence, as by X for any amino acid, or leave it out"
-        )
 
     def end_run(self) -> None:
         run = hashes.in_order(np.array(self._pending, hashes.RAW))
