@@ -98,6 +98,8 @@ def test_tensors_side_by_side(tmp_path: Path):
     joined = theirs["model.layers.0.mlp.gate_up_proj.weight"]
     np.testing.assert_array_equal(found["blk.0.ffn_up.weight"], joined)
     assert "blk.0.ffn_gate.weight" not in found
+    joined = theirs["model.layers.0.self_attn.qkv_proj.weight"]
+    np.testing.assert_array_equal(found["blk.0.attn_qkv.weight"], joined)
 
 
 def test_norms_that_are_stored_less_one(tmp_path: Path):

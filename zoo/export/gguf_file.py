@@ -15,8 +15,9 @@ import numpy as np
 from zoo.data.tokenizer import Tokenizer
 from zoo.export import gguf_tokens
 from zoo.export.architectures import Target, notes, numbers, target_of, wave_factors
+from zoo.hf.family import Family
 from zoo.hf.folder import family_of
-from zoo.hf.layouts import bias_of
+from zoo.hf.layouts import LAYER
 from zoo.publishing import PublishError
 from zoo.publishing.tensors import parameters
 from zoo.sharding.placement import gathered
@@ -25,55 +26,14 @@ from zoo.transformer.model import Transformer
 Type = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 BLOCK = 32  # values that share a scale
 logger = logging.getLogger(__name__)
-# The parameters by llama.cpp's names, and with them their biases; of several the first that the
-# architecture has: some have the norm before the MLP under the name of one behind attention.
-_TENSORS = """
-embedding.weight                 TOKEN_EMBD
-position_embedding.weight        POS_EMBD
-final_norm.scale                 OUTPUT_NORM
-head.weight                      OUTPUT
-blocks.attention_norm.scale      ATTN_NORM
-blocks.attention_out_norm.scale  ATTN_POST_NORM
-blocks.mlp_norm.scale            FFN_NORM FFN_PRE_NORM ATTN_POST_NORM
-blocks.mlp_out_norm.scale        FFN_POST_NORM
-blocks.attention.wq              ATTN_Q
-blocks.attention.wq_down         ATTN_Q_A
-blocks.attention.wq_up           ATTN_Q_B
-blocks.attention.w_down          ATTN_KV_A_MQA
-blocks.attention.w_rotary        ATTN_KV_A_MQA
-blocks.attention.kv_norm.scale   ATTN_KV_A_NORM
-blocks.attention.wk              ATTN_K
-blocks.attention.wv              ATTN_V
-blocks.attention.wo              ATTN_OUT
-blocks.attention.q_norm.scale    ATTN_Q_NORM
-blocks.attention.k_norm.scale    ATTN_K_NORM
-blocks.attention.sinks           ATTN_SINKS
-blocks.mlp.w_gate                FFN_GATE
-blocks.mlp.w_up                  FFN_UP
-blocks.mlp.w_down                FFN_DOWN
-blocks.mlp.router                FFN_GATE_INP
-blocks.mlp.bias.value            FFN_EXP_PROBS_B.bias
-blocks.dense_mlp.w_gate          FFN_GATE
-blocks.dense_mlp.w_up            FFN_UP
-blocks.dense_mlp.w_down          FFN_DOWN
-blocks.shared_mlp.w_gate         FFN_GATE_SHEXP
-blocks.shared_mlp.w_up           FFN_UP_SHEXP
-blocks.shared_mlp.w_down         FFN_DOWN_SHEXP
-blocks.shared_gate               FFN_GATE_INP_SHEXP
-"""
-_NAMES = {
-    name: [choice + end for choice in choices]
-    for path, *choices in map(str.split, _TENSORS.strip().splitlines())
-    for name, end in ((path, ""), (bias_of(path), ".bias"))
+# llama.cpp's names of what it has in other pieces than Hugging Face, whose names the package knows.
+_OTHERS = {"blocks.attention.sinks": "ATTN_SINKS.weight"}
+_LATENT = {"blocks.attention.wk": "ATTN_K_B.weight", "blocks.attention.wv": "ATTN_V_B.weight"}
+_EXPERTS = {"blocks.mlp.bias.value": "FFN_EXP_PROBS_B.bias"} | {
+    f"blocks.mlp.{kind}_{part}": f"FFN_{part.upper()}_EXP.{end}"
+    for part in ("gate", "up", "down")
+    for kind, end in (("w", "weight"), ("b", "bias"))
 }
-# Of latent attention, whose matrices have other places.
-_LATENT = {
-    "blocks.attention.wk": ["ATTN_K_B"],
-    "blocks.attention.wv": ["ATTN_V_B"],
-    "blocks.attention.q_norm.scale": ["ATTN_Q_A_NORM"],
-}
-# One tensor for several, one behind another, where an architecture lacks the first of them.
-_JOINED = {"ATTN_QKV": ("ATTN_Q", "ATTN_K", "ATTN_V"), "FFN_UP": ("FFN_GATE", "FFN_UP")}
 
 
 class Part(NamedTuple):
@@ -88,6 +48,7 @@ class Source:
     """A model, and the architecture that it goes out as."""
 
     model: Transformer
+    family: Family
     target: Target
     gguf: ModuleType
 
@@ -102,41 +63,35 @@ class Source:
         Raises:
             PublishError: the architecture has no place for a parameter.
         """
-        constants = self.gguf.constants
+        constants, config = self.gguf.constants, self.model.config
         arch = {name: x for x, name in constants.MODEL_ARCH_NAMES.items()}[self.target.name]
-        known = {constants.MODEL_TENSOR(x).name for x in constants.MODEL_TENSORS[arch]}
+        known = self.gguf.get_tensor_name_map(arch, config.num_layers)
+        layouts = self.family.layouts(self.model, self.family.prefixes[0])
+        others = _OTHERS | (_LATENT if config.attention.latent.kv_rank is not None else {})
+        others |= _EXPERTS if config.experts.num_experts is not None else {}
+
+        def named(path: str, place: int, layer: int | None) -> str | None:
+            if path not in others:
+                return known.get_name(layouts[path].name({LAYER: place}), (".weight", ".bias"))
+            tensor, _, suffix = others[path].partition(".")
+            kind = constants.MODEL_TENSOR[tensor]
+            name = f"{constants.TENSOR_NAMES[kind].format(bid=layer)}.{suffix}"
+            return name if kind in constants.MODEL_TENSORS[arch] else None
+
         found: dict[str, list[Part]] = {}
-        for path in sorted(self.arrays, key=lambda path: [*_NAMES, path].index(path)):
-            name, suffix = self._name(path, known)
-            template = constants.TENSOR_NAMES[constants.MODEL_TENSOR[name]]
-            layers: Any = [None]
-            if path.startswith("blocks."):
-                own = self.model.config.own.get(path.split(".")[1])
-                layers = own or range(self.model.config.num_layers)
-            for place, layer in enumerate(layers):
+        for path in sorted(self.arrays, key=lambda path: layouts[path].tensor.share):
+            layers: Any = layouts[path].layers or range(config.num_layers)
+            for place, layer in enumerate(layers if path.startswith("blocks.") else [None]):
+                if (name := named(path, place, layer)) is None:
+                    raise PublishError(
+                        f"llama.cpp's architecture {self.target.name!r} has no place for {path}: "
+                        "take the folder of Hugging Face's format to another engine"
+                    )
                 part = Part(path, None if layer is None else place)
-                found.setdefault(f"{template.format(bid=layer)}.{suffix}", []).append(part)
+                found.setdefault(name, []).append(part)
         if self.model.head is None and self.target.head:
             found["output.weight"] = [Part("embedding.weight", None)]
         return found
-
-    def _name(self, path: str, known: set[str]) -> tuple[str, str]:
-        """The name of a parameter's tensor, and its suffix."""
-        latent = _LATENT if self.model.config.attention.latent.kv_rank is not None else {}
-        of_experts = path.startswith(("blocks.mlp.w_", "blocks.mlp.b_")) and "router" not in path
-        for choice in latent.get(path, _NAMES.get(path, [])):
-            name, _, suffix = choice.partition(".")
-            if of_experts and self.model.config.experts.num_experts is not None:
-                name += "_EXP"
-            for joined, parts in _JOINED.items():
-                if name in parts and parts[0] not in known:
-                    name = joined
-            if name in known:
-                return name, suffix or "weight"
-        raise PublishError(
-            f"llama.cpp's architecture {self.target.name!r} has no place for {path}: take the "
-            "folder of Hugging Face's format to another engine"
-        )
 
     def shape(self, parts: list[Part]) -> tuple[int, ...]:
         """The shape of a tensor: […, out, in]."""
@@ -209,7 +164,7 @@ def write(
     family = family_of(model)
     if not isinstance(model, Transformer):
         raise PublishError(f"a model of the type {family.model_type!r} can't go out as GGUF")
-    source = Source(model, target_of(family.model_type, model.config), gguf)
+    source = Source(model, family, target_of(family.model_type, model.config), gguf)
     tensors: dict[str, tuple[tuple[int, ...], Type, Callable[[], np.ndarray]]] = {}
     for key, parts in source.tensors().items():
         shape = source.shape(parts)
