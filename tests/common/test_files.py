@@ -1,8 +1,10 @@
+import concurrent.futures
 import errno
 import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import equinox as eqx
@@ -172,6 +174,27 @@ def test_remove_does_not_follow_links(tmp_path):
     for name in ("folder", "file", "link", "nothing"):
         files.remove(tmp_path / name)
     assert os.listdir(tmp_path) == ["kept"]
+
+
+def test_a_folder_is_made_once_while_others_wait(tmp_path):
+    made = []
+
+    def make(folder):
+        made.append(folder)
+        time.sleep(0.05)
+        (folder / "file").write_text("whole")
+
+    (tmp_path / "entry.part").mkdir()  # of a kill
+    (tmp_path / "entry.part" / "file").write_text("half of")
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        futures = [
+            threads.submit(files.made_once, tmp_path / "entry", make, "cache") for _ in range(4)
+        ]
+        folders = {future.result() for future in futures}
+    assert folders == {tmp_path / "entry"}
+    assert len(made) == 1
+    assert (tmp_path / "entry" / "file").read_text() == "whole"
+    assert not (tmp_path / "entry.part").exists()
 
 
 # --- What is left of them by kills --------------------------------------------------------------
