@@ -9,6 +9,7 @@ Neither a network nor data packages are needed.
 
 import argparse
 import dataclasses
+import importlib
 import math
 import os
 import sys
@@ -18,17 +19,27 @@ from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import Any
+from unittest import mock
 
-from benchmarks import stand_ins
-
-stand_ins.install()
+# A bare GPU machine may lack what the zoo has for command lines, input pipelines and terminals.
+for names in (
+    "grain",
+    "tyro tyro.constructors",
+    "rich rich.console rich.markdown rich.progress rich.table",
+):
+    package, *modules = names.split()
+    try:
+        importlib.import_module(package)
+    except ImportError:
+        sys.modules.update(dict.fromkeys((package, *modules), mock.MagicMock()))
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
-from benchmarks import harness, parity, run  # noqa: E402
-from benchmarks.harness import Peer, Process, SkippedError, Table, Timing  # noqa: E402
+from benchmarks import harness, parity, run, steps  # noqa: E402
+from benchmarks.harness import Process, SkippedError, Table, Timing  # noqa: E402
+from benchmarks.peak import find_peak, mfu_note  # noqa: E402
 from benchmarks.peers import zoo_model  # noqa: E402
 from benchmarks.peers.given import RNN, ROOT, Transformer  # noqa: E402
 from zoo import rnn, transformer  # noqa: E402
@@ -148,7 +159,7 @@ def decoder(table: Table, wanted: Decoder, tiny: bool, end: float) -> None:
         batches = tuple(each for each in batches if each <= found[name]["batch"])
     if not found:
         return
-    peak = harness.find_peak("bf16", [each["published_peak"] for each in found.values()])
+    peak = find_peak("bf16", [each["published_peak"] for each in found.values()])
     speeds = {name: x["batch"] * shape.seq_len / x["seconds"] for name, x in found.items()}
     for name, each in found.items():
         table.rows.append(
@@ -168,26 +179,24 @@ def decoder(table: Table, wanted: Decoder, tiny: bool, end: float) -> None:
         if name == "zoo":
             met = "reaches" if utilization >= wanted.goal else "misses"
             table.notes.append(f"the zoo {met} its goal of {wanted.goal:.0f}% MFU")
-    table.notes.append(harness.mfu_note(flops, peak, "token"))
+    table.notes.append(mfu_note(flops, peak, "token"))
     same = {name: x["losses"] for name, x in found.items() if x["batch"] == batches[0]}
     table.notes.append(f"the same batch, so the same losses: {', '.join(same)}")
-    table.failures += harness.disagreements(same, LOSS_TOLERANCE)
+    table.failures += steps.disagreements(same, LOSS_TOLERANCE)
 
 
 def _largest(
-    peer: Peer, shape: Transformer, batches: tuple[int, ...], limit: float, tiny: bool
+    peer: steps.Peer, shape: Transformer, batches: tuple[int, ...], limit: float, tiny: bool
 ) -> dict[str, Any]:
     """The measurements of a peer, alone on the device, at the first batch that fits in memory."""
     end = time.monotonic() + limit
     for batch in batches:
-        sized = dataclasses.asdict(dataclasses.replace(shape, batch_size=batch))
-        request = {"peer": dataclasses.asdict(peer), "shape": sized, "precision": "bf16"}
-        left = end - time.monotonic()
+        arguments = (steps.timed_steps, peer, dataclasses.replace(shape, batch_size=batch), "bf16")
+        left, count = end - time.monotonic(), 2 if tiny else 10
         try:
-            with Process("benchmarks.worker", first=request, limit=left) as worker:
-                steps = 2 if tiny else 10
-                turns = [worker.ask({"num_steps": steps})["seconds"] / steps for _ in range(3)]
-                peak = worker.ask({"num_steps": 0})["peak_bytes"] or worker.setup["peak_bytes"]
+            with Process(*arguments, huge_pages=True, limit=left) as worker:
+                turns = [worker.ask(count)["seconds"] / count for _ in range(3)]
+                peak = worker.ask(0)["peak_bytes"] or worker.setup["peak_bytes"]
         except SkippedError as error:
             text = str(error).lower()
             if "resource_exhausted" not in text and "out of memory" not in text:
@@ -231,7 +240,7 @@ def lstm(table: Table, tiny: bool) -> None:
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # they share the GPU, and it is the last
     for precision in ("fp32",) if tiny else ("fp32", "bf16"):
         timing = Timing(rounds=3)
-        found = harness.compare(
+        found = steps.compare(
             precision, peers, shape, precision, timing, flops=flops, tokens=tokens
         )
         table.rows += [{**row, "peer": f"{row['peer']}, {precision}"} for row in found.rows]

@@ -6,21 +6,17 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from benchmarks import stand_ins
+import equinox as eqx
+import jax
+import numpy as np
+from jax import Array
 
-stand_ins.install()
-
-import equinox as eqx  # noqa: E402
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-from jax import Array  # noqa: E402
-
-import zoo  # noqa: E402
-from benchmarks import harness  # noqa: E402
-from benchmarks.harness import Table  # noqa: E402
-from zoo import lora, losses, rnn, transformer  # noqa: E402
-from zoo.nn.precision import exact_products, in_precision  # noqa: E402
-from zoo.transformer.vision import VisionConfig, VisionTransformer  # noqa: E402
+import zoo
+from benchmarks import harness
+from benchmarks.harness import Table
+from zoo import lora, losses, rnn, transformer
+from zoo.nn.precision import exact_products, in_precision
+from zoo.transformer.vision import VisionConfig, VisionTransformer
 
 VOCABULARY = 512
 DEVICES = "here", "cpu"

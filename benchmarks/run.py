@@ -7,10 +7,12 @@ from typing import Annotated, Literal, get_args
 
 import tyro
 
-from benchmarks.harness import Peer, Table, Timing, compare, main, worthwhile
+from benchmarks.harness import Table, Timing, main
+from benchmarks.peak import worthwhile
 from benchmarks.peers import example, given, zoo_model
 from benchmarks.peers.given import Precision, Remat
 from benchmarks.recurrences import times
+from benchmarks.steps import Peer, compare
 from zoo.mlp import num_flops_per_example
 from zoo.rnn import num_flops_per_token as rnn_flops
 from zoo.transformer import num_flops_per_token as transformer_flops

@@ -13,9 +13,9 @@ import jax
 import pytest
 
 from benchmarks import comparison, harness, mup, run
-from benchmarks.harness import TOLERANCE, Peer, disagreements
 from benchmarks.peers import given
 from benchmarks.peers.given import Precision
+from benchmarks.steps import TOLERANCE, Peer, disagreements, timed_steps
 
 MLP = given.MLP(in_size=16, hidden_size=32, out_size=4, batch_size=8)
 RNN = given.RNN(hidden_size=16, vocab_size=16, seq_len=8, batch_size=4)
@@ -138,15 +138,14 @@ def test_gpu_suite_runs_without_data_packages(tmp_path):
 
 
 def test_failed_and_overdue_processes_are_reported():
-    request = {"peer": {"name": "handwritten.nothing"}, "shape": {}, "precision": "fp32"}
     with pytest.raises(harness.SkippedError, match=r"AttributeError.*nothing"):
-        harness.Process("benchmarks.worker", first=request)
-    with pytest.raises(harness.SkippedError, match="exit code -9"):
-        harness.Process("benchmarks.worker", first=request, limit=0.1)
-    with pytest.raises(RuntimeError, match=r"TypeError.*unsupported operand"):
+        harness.Process(timed_steps, Peer("handwritten.nothing"), MLP, "fp32")
+    with pytest.raises(harness.SkippedError, match="not finished in 0 s"):
+        harness.Process(timed_steps, Peer("handwritten.mlp"), MLP, "fp32", limit=0.1)
+    with pytest.raises(harness.SkippedError, match="exit code 3"):
+        harness.Process(os._exit, 3)
+    with pytest.raises(harness.SkippedError, match=r"TypeError.*unsupported operand"):
         harness.in_process(disagreements, {"a": [1.0], "b": ["x"]}, 0.1)
-    with pytest.raises(RuntimeError, match="not finished in 0 s"):
-        harness.in_process(harness.hardware, limit=0.1)
 
 
 # Rates over widths

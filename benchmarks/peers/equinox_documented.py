@@ -8,8 +8,23 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from benchmarks.peers import given, jax_step
-from benchmarks.peers.given import MLP, RNN, Built, Precision, Remat, Transformer
+from benchmarks.peers import jax_step
+from benchmarks.peers.given import (
+    MLP,
+    NORM_EPS,
+    RNN,
+    ROPE_THETA,
+    Built,
+    Precision,
+    Remat,
+    Transformer,
+)
+
+# The layers of a block, by the names that all peers' weights have.
+PATHS = {"w_up": "up", "w_down": "down"} | {
+    f"w{letter}": f"attention.{name}_proj"
+    for letter, name in zip("qkvo", ("query", "key", "value", "output"), strict=True)
+}
 
 
 class Block(eqx.Module):
@@ -23,12 +38,10 @@ class Block(eqx.Module):
     def __init__(self, shape: Transformer, dtype: type, *, key: Array):
         keys = jax.random.split(key, 3)
         embed = shape.d_model
-        self.attention_norm = eqx.nn.RMSNorm(embed, eps=given.NORM_EPS, use_bias=False)
+        self.attention_norm = eqx.nn.RMSNorm(embed, eps=NORM_EPS, use_bias=False)
         self.attention = eqx.nn.MultiheadAttention(shape.num_heads, embed, key=keys[0])
-        self.rotary = eqx.nn.RotaryPositionalEmbedding(
-            shape.head_dim, given.ROPE_THETA, dtype=dtype
-        )
-        self.mlp_norm = eqx.nn.RMSNorm(embed, eps=given.NORM_EPS, use_bias=False)
+        self.rotary = eqx.nn.RotaryPositionalEmbedding(shape.head_dim, ROPE_THETA, dtype=dtype)
+        self.mlp_norm = eqx.nn.RMSNorm(embed, eps=NORM_EPS, use_bias=False)
         self.up = eqx.nn.Linear(embed, shape.d_ff, use_bias=False, key=keys[1])
         self.down = eqx.nn.Linear(shape.d_ff, embed, use_bias=False, key=keys[2])
 
@@ -54,7 +67,7 @@ class Decoder(eqx.Module):
         keys = jax.random.split(key, shape.num_layers + 2)
         self.embedding = eqx.nn.Embedding(shape.vocab_size, shape.d_model, key=keys[0])
         self.blocks = [Block(shape, dtype, key=key) for key in keys[2:]]
-        self.final_norm = eqx.nn.RMSNorm(shape.d_model, eps=given.NORM_EPS, use_bias=False)
+        self.final_norm = eqx.nn.RMSNorm(shape.d_model, eps=NORM_EPS, use_bias=False)
         self.head = eqx.nn.Linear(shape.d_model, shape.vocab_size, use_bias=False, key=keys[1])
 
     def __call__(self, tokens: Array, remat: Remat) -> Array:
@@ -66,35 +79,17 @@ class Decoder(eqx.Module):
         return jax.vmap(self.head)(jax.vmap(self.final_norm)(x))
 
 
-def _init_transformer(shape: Transformer, dtype: type) -> Decoder:
-    """The model with the weights of all peers; `eqx.nn.Linear` holds them as [out, in]."""
-    arrays = {name: jnp.asarray(w) for name, w in shape.weights().items()}
-
-    def linears(model: Decoder) -> list[Array]:
-        layers = [
-            (
-                b.attention.query_proj,
-                b.attention.key_proj,
-                b.attention.value_proj,
-                b.attention.output_proj,
-                b.up,
-                b.down,
-            )
-            for b in model.blocks
-        ]
-        return [model.embedding.weight, model.head.weight, *(x.weight for y in layers for x in y)]
-
-    names = ("wq", "wk", "wv", "wo", "w_up", "w_down")
-    layers = [arrays[name][i].T for i in range(shape.num_layers) for name in names]
-    model = Decoder(shape, dtype, key=jax.random.key(0))
-    return eqx.tree_at(linears, model, [arrays["embedding"], arrays["head"].T, *layers])
-
-
 def transformer(shape: Transformer, precision: Precision, *, remat: Remat) -> Built:
     def forward(model: Decoder, tokens: Array) -> Array:
         return jax.vmap(model, in_axes=(0, None))(tokens, remat)
 
-    model = _init_transformer(shape, jax_step.DTYPES[precision])
+    given = shape.weights()
+    weights = {"embedding.weight": given.pop("embedding"), "head.weight": given.pop("head").T}
+    for name, stacked in given.items():
+        for i, w in enumerate(stacked):
+            weights[f"blocks.{i}.{PATHS[name]}.weight"] = w.T
+    model = Decoder(shape, jax_step.DTYPES[precision], key=jax.random.key(0))
+    model = jax_step.with_weights(model, weights)
     return jax_step.equinox(forward, model, shape.batch(), precision)
 
 
@@ -124,39 +119,19 @@ class LanguageModel(eqx.Module):
         return jax.vmap(self.head)(x)
 
 
-def _init_rnn(shape: RNN) -> LanguageModel:
-    """The model with the weights of all peers; Equinox holds them as [out, in]."""
-    arrays = {name: jnp.asarray(w) for name, w in shape.weights().items()}
-
-    def parameters(model: LanguageModel) -> list[Array]:
-        cells = [w for cell in model.cells for w in (cell.weight_ih, cell.weight_hh, cell.bias)]
-        return [model.embedding.weight, model.head.weight, model.head.bias, *cells]
-
-    outer = [arrays["embedding"], arrays["head"].T, arrays["head_bias"]]
-    cells = [
-        w
-        for i in range(shape.num_layers)
-        for w in (arrays["ih"][i].T, arrays["hh"][i].T, arrays["bias"][i])
-    ]
-    return eqx.tree_at(parameters, LanguageModel(shape, key=jax.random.key(0)), [*outer, *cells])
-
-
 def rnn(shape: RNN, precision: Precision) -> Built:
     def forward(model: LanguageModel, tokens: Array) -> Array:
         return jax.vmap(model)(tokens)
 
-    return jax_step.equinox(forward, _init_rnn(shape), shape.batch(), precision)
-
-
-def _init_mlp(shape: MLP) -> eqx.nn.MLP:
-    """The model with the weights of all peers; Equinox holds them as [out, in]."""
-    key = jax.random.key(0)
-    model = eqx.nn.MLP(shape.in_size, shape.out_size, shape.hidden_size, depth=2, key=key)
-    return eqx.tree_at(
-        lambda m: [x for layer in m.layers for x in (layer.weight, layer.bias)],
-        model,
-        [jnp.asarray(x) for weight, bias in shape.weights() for x in (weight.T, bias)],
-    )
+    given = shape.weights()
+    weights = {"embedding.weight": given["embedding"], "head.weight": given["head"].T}
+    weights["head.bias"] = given["head_bias"]
+    for i in range(shape.num_layers):
+        weights[f"cells.{i}.weight_ih"] = given["ih"][i].T
+        weights[f"cells.{i}.weight_hh"] = given["hh"][i].T
+        weights[f"cells.{i}.bias"] = given["bias"][i]
+    model = jax_step.with_weights(LanguageModel(shape, key=jax.random.key(0)), weights)
+    return jax_step.equinox(forward, model, shape.batch(), precision)
 
 
 def mlp(shape: MLP, precision: Precision) -> Built:
@@ -165,4 +140,10 @@ def mlp(shape: MLP, precision: Precision) -> Built:
     def forward(model: eqx.nn.MLP, points: Array) -> Array:
         return jax.vmap(model)(points.astype(dtype))
 
-    return jax_step.equinox(forward, _init_mlp(shape), shape.batch(), precision)
+    key = jax.random.key(0)
+    model = eqx.nn.MLP(shape.in_size, shape.out_size, shape.hidden_size, depth=2, key=key)
+    weights = {}
+    for i, (weight, bias) in enumerate(shape.weights()):
+        weights |= {f"layers.{i}.weight": weight.T, f"layers.{i}.bias": bias}
+    model = jax_step.with_weights(model, weights)
+    return jax_step.equinox(forward, model, shape.batch(), precision)

@@ -10,6 +10,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 
@@ -33,6 +34,19 @@ def mean_loss(logits: Array, targets: Array) -> Array:
     """Cross-entropy in fp32."""
     logits = logits.astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+
+def with_weights(model: Any, weights: dict[str, np.ndarray]) -> Any:
+    """A model with these arrays by the paths of its parameters, which they have the order of."""
+    left = dict(weights)
+
+    def chosen(path: tuple, x: Any) -> Any:
+        array = left.pop(jax.tree_util.keystr(path, simple=True, separator="."), None)
+        return x if array is None else jnp.asarray(array).reshape(x.shape)
+
+    model = jax.tree_util.tree_map_with_path(chosen, model)
+    assert not left, f"the model has no {sorted(left)}"
+    return model
 
 
 def handwritten(forward: Forward, params: Any, batch: Batch, precision: Precision) -> Built:

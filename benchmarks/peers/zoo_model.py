@@ -4,9 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
@@ -55,42 +53,6 @@ def token_batch(batch: Batch) -> dict[str, np.ndarray]:
     return {"tokens": tokens, "targets": targets, "weights": np.ones(tokens.shape, np.float32)}
 
 
-def class_batch(batch: Batch) -> dict[str, np.ndarray]:
-    """A batch for `zoo.losses.classification`."""
-    inputs, labels = batch
-    return {"inputs": inputs, "labels": labels, "weights": np.ones(labels.shape, np.float32)}
-
-
-def init_transformer(
-    config: zoo.transformer.Config, shape: Transformer, key: Array
-) -> zoo.transformer.Transformer:
-    """The model with the weights of all peers."""
-    arrays = {name: jnp.asarray(w) for name, w in shape.weights().items()}
-    heads = (shape.num_layers, shape.d_model, shape.num_heads, shape.head_dim)
-    model = zoo.transformer.Transformer(config, key=key)
-    return eqx.tree_at(
-        lambda m: (
-            m.embedding.weight,
-            m.blocks.attention.wq,
-            m.blocks.attention.wk,
-            m.blocks.attention.wv,
-            m.blocks.attention.wo,
-            m.blocks.mlp.w_up,
-            m.blocks.mlp.w_down,
-            *(() if shape.tied else (m.head.weight,)),
-        ),
-        model,
-        (
-            arrays["embedding"],
-            *(arrays[name].reshape(heads) for name in ("wq", "wk", "wv")),
-            arrays["wo"].reshape(heads[0], *heads[2:], heads[1]),
-            arrays["w_up"],
-            arrays["w_down"],
-            *(() if shape.tied else (arrays["head"],)),
-        ),
-    )
-
-
 def transformer_sizes(shape: Transformer, remat: Remat, scan: bool) -> zoo.transformer.Config:
     """The zoo's configuration of these sizes."""
     return zoo.transformer.Config(
@@ -109,36 +71,36 @@ def transformer_sizes(shape: Transformer, remat: Remat, scan: bool) -> zoo.trans
 
 
 def transformer(shape: Transformer, precision: Precision, *, remat: Remat, scan: bool) -> Built:
-    config = transformer_sizes(shape, remat, scan)
     batch = token_batch(shape.batch())
     if (documents := shape.documents()) is not None:
         batch["segment_ids"] = documents
+    first = shape.weights()
+    weights = {f"{name}.weight": first.pop(name) for name in ("embedding", "head") if name in first}
+    for name, array in first.items():
+        part = "attention" if name in given.ATTENTION else "mlp"
+        weights[f"blocks.{part}.{name}"] = array
+    config = transformer_sizes(shape, remat, scan)
     return step_of(
-        losses.next_token, lambda key: init_transformer(config, shape, key), batch, precision
+        losses.next_token,
+        lambda key: jax_step.with_weights(zoo.transformer.Transformer(config, key=key), weights),
+        batch,
+        precision,
     )
 
 
-def _init_rnn(config: zoo.rnn.Config, shape: RNN, key: Array) -> zoo.rnn.RNN:
-    """The model with the weights of all peers."""
-    arrays = {name: jnp.asarray(w) for name, w in shape.weights().items()}
-    gates = (shape.num_layers, shape.hidden_size, 4, shape.hidden_size)
-    arrays["ih"], arrays["hh"] = arrays["ih"].reshape(gates), arrays["hh"].reshape(gates)
-    arrays["bias"] = arrays["bias"].reshape(shape.num_layers, 4, -1)
-
-    def parameters(model: zoo.rnn.RNN) -> list[Array]:
-        directions = [layer.directions[0] for layer in model.layers]
-        layers = [w for d in directions for w in (d.weight_ih, d.weight_hh, d.bias)]
-        return [model.embedding.weight, model.head.weight, model.head.bias, *layers]
-
-    layers = [arrays[name][i] for i in range(shape.num_layers) for name in ("ih", "hh", "bias")]
-    outer = [arrays[name] for name in ("embedding", "head", "head_bias")]
-    return eqx.tree_at(parameters, zoo.rnn.RNN(config, key=key), [*outer, *layers])
-
-
 def rnn(shape: RNN, precision: Precision) -> Built:
-    config = rnn_sizes(shape)
-    batch = token_batch(shape.batch())
-    return step_of(losses.next_token, lambda key: _init_rnn(config, shape, key), batch, precision)
+    first = shape.weights()
+    weights = {f"{name}.weight": first[name] for name in ("embedding", "head")}
+    weights["head.bias"] = first["head_bias"]
+    for i in range(shape.num_layers):
+        for ours, name in (("weight_ih", "ih"), ("weight_hh", "hh"), ("bias", "bias")):
+            weights[f"layers.{i}.directions.0.{ours}"] = first[name][i]
+    return step_of(
+        losses.next_token,
+        lambda key: jax_step.with_weights(zoo.rnn.RNN(rnn_sizes(shape), key=key), weights),
+        token_batch(shape.batch()),
+        precision,
+    )
 
 
 def rnn_sizes(shape: RNN) -> zoo.rnn.Config:
@@ -150,6 +112,19 @@ def rnn_sizes(shape: RNN) -> zoo.rnn.Config:
     )
 
 
+def mlp(shape: MLP, precision: Precision) -> Built:
+    inputs, labels = shape.batch()
+    weights = {}
+    for layer, pair in zip(("first.linear", "last.linear", "head"), shape.weights(), strict=True):
+        weights |= {f"{layer}.weight": pair[0], f"{layer}.bias": pair[1]}
+    return step_of(
+        losses.classification,
+        lambda key: jax_step.with_weights(zoo.mlp.MLP(mlp_sizes(shape), key=key), weights),
+        {"inputs": inputs, "labels": labels, "weights": np.ones(labels.shape, np.float32)},
+        precision,
+    )
+
+
 def mlp_sizes(shape: MLP) -> zoo.mlp.Config:
     """The zoo's configuration of these sizes."""
     return zoo.mlp.Config(
@@ -158,23 +133,4 @@ def mlp_sizes(shape: MLP) -> zoo.mlp.Config:
         hidden_size=shape.hidden_size,
         num_layers=2,
         activation="relu",
-    )
-
-
-def _init_mlp(shape: MLP, weights: list, key: Array) -> zoo.mlp.MLP:
-    """A model of these weights."""
-
-    def parameters(model: zoo.mlp.MLP) -> list[Array]:
-        linears = (model.first.linear, model.last.linear, model.head)
-        return [x for linear in linears for x in (linear.weight, linear.bias)]
-
-    arrays = [jnp.asarray(x) for pair in weights for x in pair]
-    return eqx.tree_at(parameters, zoo.mlp.MLP(mlp_sizes(shape), key=key), arrays)
-
-
-def mlp(shape: MLP, precision: Precision) -> Built:
-    batch = class_batch(shape.batch())
-    weights = shape.weights()
-    return step_of(
-        losses.classification, lambda key: _init_mlp(shape, weights, key), batch, precision
     )
