@@ -62,7 +62,6 @@ TESTS = {
     "nn/attention/chunked": "test_attention | test_context_parallel -k is_that_of_whole_ones",
     "nn/attention/context_parallel": "test_context_parallel -k 'attention or heads or padding' "
     "| test_attention",
-    "nn/attention/kernels": "test_attention",
     "nn/attention/masks": "test_attention | test_context_parallel -k is_that_of_whole_ones",
     "nn/attention/ring": "test_context_parallel "
     "-k 'whole_ones or go_around or closed_form or dtype_of' | test_attention",

@@ -18,8 +18,8 @@ from jaxtyping import Array
 from zoo import sharding
 from zoo.nn.attention import attention, masks, splash, triton
 from zoo.nn.attention.attention import attend_to_slots, overridden_kernel
-from zoo.nn.attention.kernels import run as run_kernel
 from zoo.nn.attention.masks import Mask
+from zoo.nn.attention.masks import run as run_kernel
 from zoo.nn.attention.splash import Blocks, blocks_for
 from zoo.nn.attention.triton import Tiling, Triton
 

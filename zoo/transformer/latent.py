@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from zoo.nn.attention.attention import attention
-from zoo.nn.attention.masks import einsum32
+from zoo.nn.attention.chunked import einsum32
 from zoo.nn.layers import RMSNorm, normal
 from zoo.nn.products import Operand, matmul
 from zoo.nn.remat import named

@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from zoo.nn.attention.chunked import Chunked
+from zoo.nn.attention.chunked import Chunked, einsum32
 from zoo.nn.attention.context_parallel import Transfer, on_each_device
-from zoo.nn.attention.kernels import Kernel, run
-from zoo.nn.attention.masks import MASKED, Mask, einsum32
+from zoo.nn.attention.masks import MASKED, Kernel, Mask, run
 from zoo.nn.attention.splash import Splash
 from zoo.nn.products import compute_capability, in_forward_mode, low_on_cpu, platform
 from zoo.sharding import num_parts, split_by
@@ -47,7 +46,7 @@ def attention(
     Queries and keys are the same positions. A query sees the keys of its own segment, not later
     ones if `causal`, and no further than `window - 1` positions away. `soft_cap` bounds the
     logits by `soft_cap * tanh(logits / soft_cap)`; `scale` defaults to head_dim**-0.5. `sinks`
-    are logits beside those of all keys, one per head (`zoo.nn.attention.kernels.run`).
+    are logits beside those of all keys, one per head (`zoo.nn.attention.masks.run`).
 
     Implementations:
 

@@ -7,6 +7,7 @@ Legend of suffixes: as in `zoo.nn.attention.attention`.
 """
 
 import functools
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -14,18 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from zoo.nn.attention import masks
-from zoo.nn.attention.kernels import attend
-from zoo.nn.attention.masks import (
-    MASKED,
-    AxisOrder,
-    Mask,
-    Segments,
-    axis_order,
-    logit_gradients,
-    masked_logits,
-    pad_to_multiple,
-    product,
-)
+from zoo.nn.attention.masks import MASKED, Mask, Segments, attend, pad_to_multiple
+from zoo.nn.products import platform
 
 
 class Chunked(NamedTuple):
@@ -164,6 +155,112 @@ class Grid(NamedTuple):
         if self.num_keys % self.size:
             seen &= jax.lax.broadcasted_iota(jnp.int32, seen.shape, 4) + key < self.num_keys
         return seen
+
+
+class AxisOrder(NamedTuple):
+    """The order of axes inside, as einsum letters: b batch, k, g heads, t, s time, h head size."""
+
+    queries: str
+    keys: str
+
+    def of_queries(self, x_BTNH: Array, num_kv_heads: int) -> Array:
+        """From [B, T, N, H]."""
+        batch, time, heads, size = x_BTNH.shape
+        x = x_BTNH.reshape(batch, time, num_kv_heads, heads // num_kv_heads, size)
+        return jnp.einsum(f"btkgh->{self.queries}", x)
+
+    def of_keys(self, x_BSKH: Array) -> Array:
+        """From [B, S, K, H]."""
+        return jnp.einsum(f"bskh->{self.keys}", x_BSKH)
+
+    def by_head(self, x_BTN: Array, num_kv_heads: int) -> Float[Array, "b k g t 1"]:
+        """From [B, T, N], of the logits' axes."""
+        x = x_BTN.reshape(*x_BTN.shape[:2], num_kv_heads, -1)
+        return jnp.einsum("btkg->bkgt", x)[..., None]
+
+    def by_time(self, x: Float[Array, "b k g t 1"]) -> Float[Array, "b t n"]:
+        """Back to [B, T, N]."""
+        x = jnp.einsum("bkgth->btkgh", x)
+        return x.reshape(*x.shape[:2], -1)
+
+    def to_heads(self, x: Array, shape: tuple[int, ...]) -> Array:
+        """Back to [B, T, N, H], without what was padded at the end of the row."""
+        batch, time, heads, size = shape
+        x = jnp.einsum(f"{self.queries}->btkgh", x)
+        return x[:, :time].reshape(batch, time, heads, size)
+
+    def sum_of_products(self, x: Array, y: Array) -> Float[Array, "b k g t 1"]:
+        """The sum over h of the products of two arrays of queries' order, in fp32."""
+        products = x.astype(jnp.float32) * y.astype(jnp.float32)
+        return jnp.einsum(f"{self.queries}->bkgth", products).sum(-1, keepdims=True)
+
+
+def axis_order(dtype: Any) -> AxisOrder:
+    """The faster order: on CPU in fp32 heads before time, as batched products want them."""
+    if dtype == jnp.float32 and platform() == "cpu":
+        return AxisOrder("bkgth", "bksh")
+    return AxisOrder("btkgh", "bskh")
+
+
+def einsum32(formula: str, x: Array, y: Array) -> Float[Array, "..."]:
+    """A product that is accumulated, and returned, in fp32."""
+    return jnp.einsum(formula, x, y, preferred_element_type=jnp.float32)
+
+
+def product(formula: str, x: Array, y: Array) -> Float[Array, "..."]:
+    """`einsum32`, with the axes g and t as one where they are neighbours in every operand.
+
+    For two axes XLA for CPU transposes an operand in memory.
+    """
+    of_x, of_y, of_out = re.split(",|->", formula)
+    if formula.count("gt") != formula.count("g"):
+        return einsum32(formula, x, y)
+    sizes = dict(zip(of_x + of_y, x.shape + y.shape, strict=True))
+    x, y = _fold(of_x, x), _fold(of_y, y)
+    return einsum32(formula.replace("gt", "t"), x, y).reshape([sizes[axis] for axis in of_out])
+
+
+def _fold(axes: str, x: Array) -> Array:
+    g = axes.find("g")
+    return x if g < 0 else x.reshape(*x.shape[:g], -1, *x.shape[g + 2 :])
+
+
+def masked_logits(
+    q: Array,
+    k: Array,
+    seen: Bool[Array, "#b 1 1 t s"],
+    order: AxisOrder,
+    scale: float,
+    soft_cap: float | None,
+) -> tuple[Float[Array, "b k g t s"], Float[Array, "b k g t s"]]:
+    """Logits of these queries and keys in fp32, masked, and before the mask."""
+    raw = product(f"{order.queries},{order.keys}->bkgts", q, k) * scale
+    if soft_cap is not None:
+        raw = soft_cap * jnp.tanh(raw / soft_cap)
+    return jnp.where(jnp.broadcast_to(seen, raw.shape), raw, MASKED), raw
+
+
+def logit_gradients(
+    qkvg: tuple[Array, Array, Array, Array],
+    log_sum: Float[Array, "b k g t 1"],
+    delta: Float[Array, "b k g t 1"],
+    seen: Bool[Array, "#b 1 1 t s"],
+    order: AxisOrder,
+    scale: float,
+    soft_cap: float | None,
+) -> tuple[Float[Array, "b k g t s"], Float[Array, "b k g t s"]]:
+    """The gradient of the products q·k, and the weights, both of the compute dtype.
+
+    `g` is the gradient of the output, `delta` the sum of its product with the output.
+    """
+    q, k, v, g = qkvg
+    logits, raw = masked_logits(q, k, seen, order, scale, soft_cap)
+    weights = jnp.exp(logits - log_sum)
+    dweights = product(f"{order.queries},{order.keys}->bkgts", g, v)
+    dlogits = weights * (dweights - delta) * scale
+    if soft_cap is not None:
+        dlogits = dlogits * (1 - jnp.square(raw / soft_cap))
+    return dlogits.astype(q.dtype), weights.astype(q.dtype)
 
 
 def _slice(x: Array, *, axis: int, chunk: Array, size: int) -> Array:

@@ -17,8 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from zoo.nn.attention.kernels import Kernel, run
-from zoo.nn.attention.masks import NO_SEGMENT, Mask, Segments
+from zoo.nn.attention.masks import NO_SEGMENT, Kernel, Mask, Segments, run
 from zoo.nn.attention.ring import Ring, cut
 from zoo.sharding import ShardingError, is_sharding, mesh_axes, split_by
 from zoo.sharding.specs import partition_spec

@@ -1,19 +1,21 @@
-"""The keys that a query sees, by position, and the logits of queries and keys in plain XLA.
+"""The keys that a query sees, and kernels: attention under such a mask, forward and backward.
 
-An `AxisOrder` is the order of axes inside. Legend of suffixes: as in `zoo.nn.attention.attention`.
+Legend of suffixes: as in `zoo.nn.attention.attention`.
 """
 
+import functools
 import math
-import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from zoo.nn.products import platform
+from zoo.nn.products import custom_vjp, platform
+from zoo.nn.remat import KEPT
 
 MASKED = -1e30  # finite: a masked row gives no NaN, forward or backward
 
@@ -85,107 +87,95 @@ def pairs(
             yield query, key
 
 
-class AxisOrder(NamedTuple):
-    """The order of axes inside, as einsum letters: b batch, k, g heads, t, s time, h head size."""
+@runtime_checkable
+class Kernel(Protocol):
+    """Softmax attention on one device, under a mask by position and by segments.
 
-    queries: str
-    keys: str
-
-    def of_queries(self, x_BTNH: Array, num_kv_heads: int) -> Array:
-        """From [B, T, N, H]."""
-        batch, time, heads, size = x_BTNH.shape
-        x = x_BTNH.reshape(batch, time, num_kv_heads, heads // num_kv_heads, size)
-        return jnp.einsum(f"btkgh->{self.queries}", x)
-
-    def of_keys(self, x_BSKH: Array) -> Array:
-        """From [B, S, K, H]."""
-        return jnp.einsum(f"bskh->{self.keys}", x_BSKH)
-
-    def by_head(self, x_BTN: Array, num_kv_heads: int) -> Float[Array, "b k g t 1"]:
-        """From [B, T, N], of the logits' axes."""
-        x = x_BTN.reshape(*x_BTN.shape[:2], num_kv_heads, -1)
-        return jnp.einsum("btkg->bkgt", x)[..., None]
-
-    def by_time(self, x: Float[Array, "b k g t 1"]) -> Float[Array, "b t n"]:
-        """Back to [B, T, N]."""
-        x = jnp.einsum("bkgth->btkgh", x)
-        return x.reshape(*x.shape[:2], -1)
-
-    def to_heads(self, x: Array, shape: tuple[int, ...]) -> Array:
-        """Back to [B, T, N, H], without what was padded at the end of the row."""
-        batch, time, heads, size = shape
-        x = jnp.einsum(f"{self.queries}->btkgh", x)
-        return x[:, :time].reshape(batch, time, heads, size)
-
-    def sum_of_products(self, x: Array, y: Array) -> Float[Array, "b k g t 1"]:
-        """The sum over h of the products of two arrays of queries' order, in fp32."""
-        products = x.astype(jnp.float32) * y.astype(jnp.float32)
-        return jnp.einsum(f"{self.queries}->bkgth", products).sum(-1, keepdims=True)
-
-
-def axis_order(dtype: Any) -> AxisOrder:
-    """The faster order: on CPU in fp32 heads before time, as batched products want them."""
-    if dtype == jnp.float32 and platform() == "cpu":
-        return AxisOrder("bkgth", "bksh")
-    return AxisOrder("btkgh", "bskh")
-
-
-def einsum32(formula: str, x: Array, y: Array) -> Float[Array, "..."]:
-    """A product that is accumulated, and returned, in fp32."""
-    return jnp.einsum(formula, x, y, preferred_element_type=jnp.float32)
-
-
-def product(formula: str, x: Array, y: Array) -> Float[Array, "..."]:
-    """`einsum32`, with the axes g and t as one where they are neighbours in every operand.
-
-    For two axes XLA for CPU transposes an operand in memory.
+    Sums are those of the exponentials of a query's logits; they and the output may be of more keys
+    than a backward pass is given, whose gradients are then the part of the keys that it is given. A
+    query that sees none of the keys has a sum as good as zero.
     """
-    of_x, of_y, of_out = re.split(",|->", formula)
-    if formula.count("gt") != formula.count("g"):
-        return einsum32(formula, x, y)
-    sizes = dict(zip(of_x + of_y, x.shape + y.shape, strict=True))
-    x, y = _fold(of_x, x), _fold(of_y, y)
-    return einsum32(formula.replace("gt", "t"), x, y).reshape([sizes[axis] for axis in of_out])
+
+    @property
+    def mask(self) -> Mask:
+        """The keys that a query sees, by position."""
+
+    def under(self, mask: Mask, first: int = 0) -> "Kernel":
+        """The same with another mask; `first` is the first query's position among the keys."""
+
+    def __call__(self, q: Array, k: Array, v: Array, segments: Segments | None) -> Array:
+        """The output, which has a gradient."""
+
+    def forward(
+        self, q: Array, k: Array, v: Array, segments: Segments | None
+    ) -> tuple[Array, Float[Array, "batch queries heads"]]:
+        """The output, and the logarithms of the sums in fp32."""
+
+    def backward(
+        self,
+        qkv: tuple[Array, Array, Array],
+        segments: Segments | None,
+        out: Array,
+        log_sum: Float[Array, "batch queries heads"],
+        g: Array,
+    ) -> tuple[Array, Array, Array]:
+        """The gradients of queries, keys and values, given the output's."""
 
 
-def _fold(axes: str, x: Array) -> Array:
-    g = axes.find("g")
-    return x if g < 0 else x.reshape(*x.shape[:g], -1, *x.shape[g + 2 :])
+@functools.partial(custom_vjp, nondiff_argnums=(4,))
+def attend(q: Array, k: Array, v: Array, segments: Any, kernel: Any) -> Array:
+    """The output of a kernel's `forward`, whose gradient its `backward` gives."""
+    return kernel.forward(q, k, v, segments)[0]
 
 
-def masked_logits(
-    q: Array,
-    k: Array,
-    seen: Bool[Array, "#b 1 1 t s"],
-    order: AxisOrder,
-    scale: float,
-    soft_cap: float | None,
-) -> tuple[Float[Array, "b k g t s"], Float[Array, "b k g t s"]]:
-    """Logits of these queries and keys in fp32, masked, and before the mask."""
-    raw = product(f"{order.queries},{order.keys}->bkgts", q, k) * scale
-    if soft_cap is not None:
-        raw = soft_cap * jnp.tanh(raw / soft_cap)
-    return jnp.where(jnp.broadcast_to(seen, raw.shape), raw, MASKED), raw
+def _forward(q: Array, k: Array, v: Array, segments: Any, kernel: Any) -> Any:
+    out, log_sum = kernel.forward(q, k, v, segments)
+    return out, ((q, k, v), segments, out, log_sum)
 
 
-def logit_gradients(
-    qkvg: tuple[Array, Array, Array, Array],
-    log_sum: Float[Array, "b k g t 1"],
-    delta: Float[Array, "b k g t 1"],
-    seen: Bool[Array, "#b 1 1 t s"],
-    order: AxisOrder,
-    scale: float,
-    soft_cap: float | None,
-) -> tuple[Float[Array, "b k g t s"], Float[Array, "b k g t s"]]:
-    """The gradient of the products q·k, and the weights, both of the compute dtype.
+def _backward(kernel: Any, residuals: Any, g: Array) -> Any:
+    return *kernel.backward(*residuals, g), None
 
-    `g` is the gradient of the output, `delta` the sum of its product with the output.
+
+attend.defvjp(_forward, _backward)
+
+
+def run(
+    kernel: Any, q: Array, k: Array, v: Array, segments: Any, sinks: Float[Array, "heads"] | None
+) -> Array:
+    """The output of a kernel, perhaps with sinks: logits per head beside those of its keys.
+
+    A sink takes part in the softmax, and has no value (gpt-oss, 2025; Xiao et al. 2023): it adds
+    to the sum that the output is divided by, so that kernels need to know nothing of it.
     """
-    q, k, v, g = qkvg
-    logits, raw = masked_logits(q, k, seen, order, scale, soft_cap)
-    weights = jnp.exp(logits - log_sum)
-    dweights = product(f"{order.queries},{order.keys}->bkgts", g, v)
-    dlogits = weights * (dweights - delta) * scale
-    if soft_cap is not None:
-        dlogits = dlogits * (1 - jnp.square(raw / soft_cap))
-    return dlogits.astype(q.dtype), weights.astype(q.dtype)
+    if sinks is None:
+        return kernel(q, k, v, segments)
+    return _attend_with_sinks(q, k, v, segments, sinks, kernel)
+
+
+@functools.partial(custom_vjp, nondiff_argnums=(5,))
+def _attend_with_sinks(
+    q: Array, k: Array, v: Array, segments: Any, sinks: Array, kernel: Any
+) -> Array:
+    return _forward_with_sinks(q, k, v, segments, sinks, kernel)[0]
+
+
+def _forward_with_sinks(
+    q: Array, k: Array, v: Array, segments: Any, sinks: Array, kernel: Any
+) -> Any:
+    out, log_sum = kernel.forward(q, k, v, segments)
+    total = jnp.logaddexp(log_sum, sinks.astype(jnp.float32)[None, None])
+    out = (out.astype(jnp.float32) * jnp.exp(log_sum - total)[..., None]).astype(out.dtype)
+    out, total = checkpoint_name(out, KEPT), checkpoint_name(total, KEPT)
+    return out, ((q, k, v), segments, out, total, sinks)
+
+
+def _backward_with_sinks(kernel: Any, residuals: Any, g: Array) -> Any:
+    qkv, segments, out, total, sinks = residuals
+    dq, dk, dv = kernel.backward(qkv, segments, out, total, g)
+    delta = (out.astype(jnp.float32) * g.astype(jnp.float32)).sum(-1)
+    share = jnp.exp(sinks.astype(jnp.float32)[None, None] - total)
+    return dq, dk, dv, None, -(share * delta).sum((0, 1)).astype(sinks.dtype)
+
+
+_attend_with_sinks.defvjp(_forward_with_sinks, _backward_with_sinks)

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from zoo.nn.attention.kernels import Kernel, attend, run
-from zoo.nn.attention.masks import Mask, Segments
+from zoo.nn.attention.masks import Kernel, Mask, Segments, attend, run
 from zoo.nn.remat import KEPT
 from zoo.sharding import ShardingError, split_by
 

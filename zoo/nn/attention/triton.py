@@ -22,8 +22,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Int
 
 from zoo.nn.attention import masks
-from zoo.nn.attention.kernels import attend
-from zoo.nn.attention.masks import MASKED, NO_SEGMENT, Mask, Segments, pad_to_multiple
+from zoo.nn.attention.masks import MASKED, NO_SEGMENT, Mask, Segments, attend, pad_to_multiple
 from zoo.nn.remat import KEPT
 
 LOG2E = math.log2(math.e)  # a GPU computes powers of two
