@@ -20,8 +20,7 @@ from jaxtyping import Array, DTypeLike, Key
 from zoo.nn.products import Operand, custom_vjp, is_derived, is_operand
 from zoo.nn.stateful import cast
 from zoo.sharding import is_sharding, partition_spec, spec_in_use
-from zoo.sharding.axes import annotation, keystr, map_named
-from zoo.sharding.names import ANNOTATION, Named
+from zoo.sharding.axes import ANNOTATION, Named, annotation, keystr, map_named
 from zoo.sharding.specs import between, in_use, parameter_spec
 
 Tree = TypeVar("Tree")

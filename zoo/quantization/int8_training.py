@@ -30,8 +30,7 @@ from zoo.nn.products import (
     platform,
     product,
 )
-from zoo.sharding.axes import map_named
-from zoo.sharding.names import ANNOTATION, Named
+from zoo.sharding.axes import ANNOTATION, Named, map_named
 from zoo.sharding.rules import is_hidden_matrix, matrix_axes
 
 Layer = TypeVar("Layer")

@@ -20,8 +20,7 @@ from jaxtyping import PyTree
 
 from zoo.nn.products import Kind
 from zoo.quantization.matrix import QuantizedMatrix, quantize
-from zoo.sharding.axes import keystr, map_parameters, named_alone
-from zoo.sharding.names import ANNOTATION, Named
+from zoo.sharding.axes import ANNOTATION, Named, keystr, map_parameters, named_alone
 from zoo.sharding.rules import is_matrix, is_stack
 
 _KEPT = frozenset({"routes", "positions"})

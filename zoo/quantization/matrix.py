@@ -18,7 +18,7 @@ from jaxtyping import Array, DTypeLike, Float, Int, Integer, Num
 
 from zoo.nn.products import Kind, Quantized, multiply, platform, product
 from zoo.quantization.codes import Form, StoredKind, dequantized, matrix_shape, pack, rounded
-from zoo.sharding.names import ANNOTATION
+from zoo.sharding.axes import ANNOTATION
 from zoo.sharding.rules import is_stack, matrix_axes
 
 GROUP_SIZE = 64

@@ -1,18 +1,18 @@
-"""Meshes of devices, made from texts such as "fsdp=4,tensor=2", and layouts on them."""
+"""Meshes of devices, made from texts such as "fsdp=4,tensor=2"."""
 
-import contextlib
-import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from zoo.sharding.rules import MESH_AXES, Axes, Rules, ShardingError, in_force, mesh_axes
+MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
+
+
+class ShardingError(ValueError):
+    """A mesh, a rules table and an array that do not fit together."""
 
 
 def make_mesh(
@@ -145,69 +145,3 @@ def _parse_mesh(spec: str | Mapping[str, int]) -> dict[str, int]:
                 f"mesh {spec!r}: the size of {axis} is no integer, as in 'fsdp=4,tensor=2'"
             ) from None
     return sizes
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A mesh, and how arrays are placed on it; every argument `mesh=` takes one.
-
-    Raises:
-        ShardingError: as `make_mesh`; rules for a mesh axis that no mesh has, or names in another
-            form.
-    """
-
-    mesh: Mesh | AbstractMesh | str | Mapping[str, int] | None = None
-    """A mesh, or the text or sizes that `make_mesh` makes one from; None is one device."""
-    rules: Rules | None = None
-    """Mesh axes by logical axis; if not given, those in use around it, or `RULES`."""
-    axes: Axes | None = None
-    """Names for arrays without an annotation, by patterns of their dotted paths, as
-    `{"*.query_proj.weight": "heads embed"}`, or by a function of a path and an array."""
-    strict: bool = False
-    """Refuse arrays that nothing names, and sizes that leave a mesh axis unused."""
-
-    def __post_init__(self) -> None:
-        if isinstance(self.mesh, str | Mapping):
-            object.__setattr__(self, "mesh", make_mesh(self.mesh))
-        for name, rule in (self.rules or {}).items():
-            for axis in mesh_axes([rule]):
-                if axis not in MESH_AXES:
-                    raise ShardingError(
-                        f"the sharding rule {name!r}: {rule!r}: no mesh has an axis {axis!r}; "
-                        f"the axes are {MESH_AXES}"
-                    )
-        if isinstance(self.axes, Mapping):
-            texts: list[Any] = [*self.axes.keys(), *self.axes.values()]
-            is_known = all(isinstance(text, str) for text in texts)
-        else:
-            is_known = self.axes is None or callable(self.axes)
-        if not is_known:
-            raise ShardingError(
-                f"axes={self.axes!r}: give a mapping from patterns of dotted paths to names, as in "
-                "{'*.query_proj.weight': 'heads embed'}, or a function from a dotted path and an "
-                "array to names or None"
-            )
-
-    @property
-    def without_mesh(self) -> "Layout":
-        """The same rules and names alone."""
-        return dataclasses.replace(self, mesh=None)
-
-
-def layout_of(mesh: Mesh | AbstractMesh | Layout | None) -> Any:
-    """The layout of an argument `mesh=`."""
-    return mesh if isinstance(mesh, Layout) else Layout(mesh)
-
-
-@contextlib.contextmanager
-def use(mesh: Mesh | Layout | None) -> Iterator[None]:
-    """Set what a layout gives for placement, `constrain` and `unshard`; the rest stays as it is."""
-    layout = layout_of(mesh)
-    changes = {"rules": layout.rules, "axes": layout.axes, "strict": layout.strict or None}
-    changes = {name: value for name, value in changes.items() if value is not None}
-    token = in_force.set(in_force.get()._replace(**changes))
-    try:
-        with contextlib.nullcontext() if layout.mesh is None else jax.set_mesh(layout.mesh):
-            yield
-    finally:
-        in_force.reset(token)

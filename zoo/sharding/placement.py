@@ -16,10 +16,16 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from zoo.sharding.axes import check_model, is_parameter, keystr, map_named
-from zoo.sharding.mesh import Layout, layout_of, use
-from zoo.sharding.names import ANNOTATION, DEFAULT, Named
-from zoo.sharding.rules import LOGICAL_AXES, is_stack, mesh_axes
+from zoo.sharding.axes import (
+    ANNOTATION,
+    DEFAULT,
+    Named,
+    check_model,
+    is_parameter,
+    keystr,
+    map_named,
+)
+from zoo.sharding.rules import LOGICAL_AXES, Layout, is_stack, layout_of, mesh_axes, use
 from zoo.sharding.specs import (
     is_sharding,
     left_whole,
@@ -187,22 +193,6 @@ def _bounds(rows: slice, batch_size: int) -> Rows:
     return start, stop
 
 
-def canonical(placed: jax.sharding.Sharding) -> Any:
-    """A form of a sharding that is equal for equal placements, of a NamedSharding its mesh axes.
-
-    XLA returns a spec that may name axes of size 1 or leave out trailing dimensions.
-    """
-    if not isinstance(placed, NamedSharding):
-        return placed
-    entries = [
-        tuple(axis for axis in mesh_axes([entry]) if placed.mesh.shape[axis] > 1)
-        for entry in placed.spec
-    ]
-    while entries and not entries[-1]:
-        entries.pop()
-    return tuple(entries)
-
-
 def mesh_of(tree: PyTree) -> Mesh | None:
     """The mesh that a model or state was placed on; None if on one device, without a mesh."""
     for leaf in jax.tree.leaves(tree):
@@ -210,12 +200,6 @@ def mesh_of(tree: PyTree) -> Mesh | None:
         if isinstance(placed, NamedSharding) and isinstance(placed.mesh, Mesh):
             return placed.mesh
     return None
-
-
-def num_batch_parts(mesh: Mesh | AbstractMesh | Layout | None) -> int:
-    """Into how many parts the mesh cuts a batch; without one it is whole."""
-    layout = layout_of(mesh)
-    return 1 if layout.mesh is None else num_shards(partition_spec(["batch"], layout), layout.mesh)
 
 
 def max_parameter_parts(mesh: Mesh | AbstractMesh) -> int:

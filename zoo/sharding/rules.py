@@ -1,26 +1,27 @@
-"""The one table of logical axes: the mesh axes that shard each, and its kind.
+"""The one table of logical axes: the mesh axes that shard each, and its kind; and layouts.
 
-Its first column is `RULES`; a user's rules may take their place. No file outside of this room names
-a mesh axis. `use` sets the rules, and the names that a user gives to arrays of other people's.
+Its first column is `RULES`; a layout's rules may take their place. No file outside of this room
+names a mesh axis. `use` sets a layout: a mesh, the rules, and names for arrays of other people's.
 """
 
+import contextlib
+import dataclasses
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
-MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from zoo.sharding.mesh import MESH_AXES, ShardingError, make_mesh
 
 # The axes that only store a parameter: where it is used, it is gathered over them.
 STORAGE_AXES = frozenset({"fsdp", "context"})
 
 # The axes over which tokens go to experts, though they split the batch, and no expert is gathered.
 EXPERT_AXES = frozenset({"expert"})
-
-
-class ShardingError(ValueError):
-    """A mesh, a rules table and an array that do not fit together."""
 
 
 Kind = Literal["dimension", "end", "minor", "major", "stack", "activation"]
@@ -76,7 +77,7 @@ LOGICAL_AXES: Mapping[str, Axis] = types.MappingProxyType(
         "experts": Axis(("expert", "tensor"), "stack"),
         # The first axis of an ensemble, which then leaves the tensor axis to no axis inside.
         "member": Axis("tensor", "stack"),
-        # Of modules that are not the zoo's, which have names in `names.py`, or none at all.
+        # Of modules that are not the zoo's, which have names in `axes.py`, or none at all.
         "fan_out": Axis("tensor"),
         "fan_in": Axis(("fsdp", "expert", "context")),
         "element": Axis(None, "minor"),  # of a convolution's window, or of a norm
@@ -115,6 +116,72 @@ class _InUse(NamedTuple):
 _OUTSIDE = _InUse(RULES, types.MappingProxyType({}), False)
 in_force: ContextVar[_InUse] = ContextVar("zoo_sharding", default=_OUTSIDE)
 """The layout that `use` has set."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh, and how arrays are placed on it; every argument `mesh=` takes one.
+
+    Raises:
+        ShardingError: as `make_mesh`; rules for a mesh axis that no mesh has, or names in another
+            form.
+    """
+
+    mesh: Mesh | AbstractMesh | str | Mapping[str, int] | None = None
+    """A mesh, or the text or sizes that `make_mesh` makes one from; None is one device."""
+    rules: Rules | None = None
+    """Mesh axes by logical axis; if not given, those in use around it, or `RULES`."""
+    axes: Axes | None = None
+    """Names for arrays without an annotation, by patterns of their dotted paths, as
+    `{"*.query_proj.weight": "heads embed"}`, or by a function of a path and an array."""
+    strict: bool = False
+    """Refuse arrays that nothing names, and sizes that leave a mesh axis unused."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.mesh, str | Mapping):
+            object.__setattr__(self, "mesh", make_mesh(self.mesh))
+        for name, rule in (self.rules or {}).items():
+            for axis in mesh_axes([rule]):
+                if axis not in MESH_AXES:
+                    raise ShardingError(
+                        f"the sharding rule {name!r}: {rule!r}: no mesh has an axis {axis!r}; "
+                        f"the axes are {MESH_AXES}"
+                    )
+        if isinstance(self.axes, Mapping):
+            texts: list[Any] = [*self.axes.keys(), *self.axes.values()]
+            is_known = all(isinstance(text, str) for text in texts)
+        else:
+            is_known = self.axes is None or callable(self.axes)
+        if not is_known:
+            raise ShardingError(
+                f"axes={self.axes!r}: give a mapping from patterns of dotted paths to names, as in "
+                "{'*.query_proj.weight': 'heads embed'}, or a function from a dotted path and an "
+                "array to names or None"
+            )
+
+    @property
+    def without_mesh(self) -> "Layout":
+        """The same rules and names alone."""
+        return dataclasses.replace(self, mesh=None)
+
+
+def layout_of(mesh: Mesh | AbstractMesh | Layout | None) -> Any:
+    """The layout of an argument `mesh=`."""
+    return mesh if isinstance(mesh, Layout) else Layout(mesh)
+
+
+@contextlib.contextmanager
+def use(mesh: Mesh | Layout | None) -> Iterator[None]:
+    """Set what a layout gives for placement, `constrain` and `unshard`; the rest stays as it is."""
+    layout = layout_of(mesh)
+    changes = {"rules": layout.rules, "axes": layout.axes, "strict": layout.strict or None}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    token = in_force.set(in_force.get()._replace(**changes))
+    try:
+        with contextlib.nullcontext() if layout.mesh is None else jax.set_mesh(layout.mesh):
+            yield
+    finally:
+        in_force.reset(token)
 
 
 def rules_in_use() -> Rules:

@@ -4,22 +4,25 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from zoo.sharding.mesh import Layout, layout_of, use
-from zoo.sharding.names import Named
+from zoo.sharding.axes import Named
+from zoo.sharding.mesh import ShardingError
 from zoo.sharding.rules import (
     EXPERT_AXES,
     LOGICAL_AXES,
     STORAGE_AXES,
-    ShardingError,
+    Layout,
     in_force,
+    layout_of,
     mesh_axes,
     rules_in_use,
     unknown_axis,
+    use,
     without_axes,
 )
 
@@ -168,6 +171,22 @@ def num_shards(spec: Iterable[str | tuple[str, ...] | None], mesh: Mesh | Abstra
     return math.prod(mesh.shape[axis] for axis in mesh_axes(spec))
 
 
+def canonical(placed: jax.sharding.Sharding) -> Any:
+    """A form of a sharding that is equal for equal placements, of a NamedSharding its mesh axes.
+
+    XLA returns a spec that may name axes of size 1 or leave out trailing dimensions.
+    """
+    if not isinstance(placed, NamedSharding):
+        return placed
+    entries = [
+        tuple(axis for axis in mesh_axes([entry]) if placed.mesh.shape[axis] > 1)
+        for entry in placed.spec
+    ]
+    while entries and not entries[-1]:
+        entries.pop()
+    return tuple(entries)
+
+
 def is_sharding() -> bool:
     """Whether a mesh of several devices is set."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -180,6 +199,12 @@ def num_parts(*names: str | None) -> int:
         return 1
     mesh = jax.sharding.get_abstract_mesh()
     return num_shards(partition_spec(names, mesh), mesh)
+
+
+def num_batch_parts(mesh: Mesh | AbstractMesh | Layout | None) -> int:
+    """Into how many parts the mesh cuts a batch; without one it is whole."""
+    layout = layout_of(mesh)
+    return 1 if layout.mesh is None else num_shards(partition_spec(["batch"], layout), layout.mesh)
 
 
 def num_copies() -> int:

@@ -36,8 +36,7 @@ import optax
 from jaxtyping import PyTree
 
 from zoo.nn.protocols import HasReadout
-from zoo.sharding.axes import keystr, map_named, map_parameters
-from zoo.sharding.names import ANNOTATION, Named
+from zoo.sharding.axes import ANNOTATION, Named, keystr, map_named, map_parameters
 from zoo.sharding.rules import is_hidden_matrix, is_matrix, kind_of, matrix_axes
 from zoo.wrappers.ensemble import Ensemble
 

@@ -22,8 +22,7 @@ from zoo.common.configuration import check, require
 from zoo.nn.layers import dropout, look_up, normal
 from zoo.nn.parameters import dropout_key, takes_operands
 from zoo.nn.products import Operand, is_operand, matmul, transposed
-from zoo.sharding.axes import keystr, map_parameters, named_alone
-from zoo.sharding.names import Named
+from zoo.sharding.axes import Named, keystr, map_parameters, named_alone
 from zoo.sharding.rules import is_hidden_matrix, is_matrix, matrix_axes
 from zoo.wrappers.retrained import Retrained, retrained, retrained_in, value_of
 

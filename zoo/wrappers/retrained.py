@@ -15,8 +15,7 @@ from jaxtyping import Array, DTypeLike, Float, Int, PyTree
 from zoo.common.configuration import require
 from zoo.nn.layers import look_up
 from zoo.nn.products import Operand, matmul
-from zoo.sharding.axes import keystr, map_parameters
-from zoo.sharding.names import Named
+from zoo.sharding.axes import Named, keystr, map_parameters
 
 
 class Retrained(Operand):

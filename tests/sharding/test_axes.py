@@ -22,8 +22,7 @@ from zoo.planning import targets
 from zoo.planning.job import Job, make_estimate
 from zoo.runs.config import Config as RunConfig
 from zoo.sharding import ShardingError, logical_axes, make_mesh
-from zoo.sharding.axes import keystr, map_parameters
-from zoo.sharding.names import BUILT_IN
+from zoo.sharding.axes import BUILT_IN, keystr, map_parameters
 from zoo.sharding.rules import in_force
 from zoo.training.state import abstract_state
 from zoo.wrappers import lora
