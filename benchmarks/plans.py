@@ -23,7 +23,7 @@ from zoo.planning.job import Estimate, make_estimate
 from zoo.planning.roofline import Times, roofline
 from zoo.planning.sizes import SIZES
 from zoo.sharding.axes import is_parameter
-from zoo.training.flags import Flags
+from zoo.training.compiled import Flags
 from zoo.transformer.config import Config as Sizes
 from zoo.transformer.flops import num_flops_per_token
 from zoo.transformer.model import Transformer

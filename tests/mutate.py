@@ -101,7 +101,7 @@ TESTS = {
     "| test_step -k 'malformed or reserved or plain_numbers or sums_without' "
     "| test_stateful -k 'refused or fourth or needs_no_new or leaves_its_states' "
     "| test_precision -k wrappers | test_own_programs -k 'metric or vector or divides'",
-    "training/flags": "test_flags",
+    "training/compiled": "test_compiled | test_step",
     "training/tiled_loss": "test_losses -k tiles",
     "training/losses": "test_losses | test_moe -k 'balanc or z_loss' | test_precision -k wrappers "
     "| test_step -k losses_of_sources",

@@ -20,7 +20,7 @@ from zoo.runs.config import Config
 from zoo.runs.metrics import read_metrics
 from zoo.runs.processes import RunError
 from zoo.runs.remote import folder as remote_folder
-from zoo.training import flags
+from zoo.training import compiled
 
 pytestmark = pytest.mark.usefixtures("no_curves")
 ROWS = np.random.default_rng(0).normal(size=(24, 4)).astype(np.float32)
@@ -200,7 +200,7 @@ def show_remote(folder, monkeypatch):
 
 def show_xla(folder, monkeypatch):
     """The compiler gets the set's flags: it refuses one that it lacks."""
-    monkeypatch.setitem(flags.SETS, "cpu", {"overlap": {"no_such_flag": True}})
+    monkeypatch.setitem(compiled.FLAG_SETS, "cpu", {"overlap": {"no_such_flag": True}})
     with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_flag"):
         fit(config(folder, xla="overlap"))
     return {"xla": True}

@@ -39,7 +39,7 @@ from zoo.planning import job as planning_job
 from zoo.planning.job import CompilerError, Job, Memory, make_estimate, wanted_bytes
 from zoo.quantization.matrix import quantize
 from zoo.sharding.axes import ShardingError, is_parameter
-from zoo.training import chips, flags
+from zoo.training import chips, compiled
 from zoo.training.state import abstract_state, init_state
 from zoo.training.step import make_train_step
 from zoo.transformer.dispatch import RARELY
@@ -1121,7 +1121,7 @@ def test_another_compiler_than_jax_asks_for_is_a_warning(found, pin, is_other, m
 
 def test_a_job_is_compiled_with_its_flags_and_kernel(monkeypatch):
     """As names that the compiler and the platform do not know show; the report has both."""
-    monkeypatch.setitem(flags.SETS, "cpu", {"overlap": {"xla_unheard_of": True}})
+    monkeypatch.setitem(compiled.FLAG_SETS, "cpu", {"overlap": {"xla_unheard_of": True}})
     where = targets.parse("cpu:8")
     with pytest.raises(CompilerError, match="xla_unheard_of"):
         make_estimate(job(xla="overlap"), where)

@@ -30,8 +30,8 @@ from zoo.publishing.models import with_paths
 from zoo.publishing.shelf import find
 from zoo.sharding.axes import is_parameter
 from zoo.training import losses, optimizers
+from zoo.training.compiled import Flags
 from zoo.training.description import Training
-from zoo.training.flags import Flags
 from zoo.training.state import Pretrained
 from zoo.transformer.model import Transformer
 from zoo.transformer.vision import VisionConfig, VisionTransformer

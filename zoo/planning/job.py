@@ -23,9 +23,8 @@ from zoo.planning.collectives import Topology
 from zoo.planning.targets import Target
 from zoo.publishing.tensors import num_parameters
 from zoo.sharding.axes import is_parameter
-from zoo.training import flags
+from zoo.training.compiled import Flags, flag_options
 from zoo.training.description import Training
-from zoo.training.flags import Flags
 from zoo.training.state import Trainable, TrainState, trained_leaves
 
 
@@ -161,7 +160,7 @@ def make_estimate(job: Job, target: Target, *, compiled: Any = None) -> Estimate
     mesh = sharding.make_mesh(job.mesh, target.devices())
     rules = sharding.SEQUENCE_PARALLEL if job.sequence_parallel else sharding.RULES
     layout = sharding.Layout(mesh, rules)
-    options = flags.options(job.xla, target.chip.kind)
+    options = flag_options(job.xla, target.chip.kind)
     options = options if target.is_exact else {}  # the CPU's compiler has none of a GPU's
     began = time.monotonic()
     state, traced = _trace(job, layout)

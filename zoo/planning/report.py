@@ -8,7 +8,7 @@ from zoo.planning.efficiency import efficiency
 from zoo.planning.job import Estimate, Memory
 from zoo.planning.roofline import Roofline, roofline
 from zoo.runs.command_line import console
-from zoo.training import flags
+from zoo.training.compiled import flag_options
 
 Rows = list[tuple[str, str, str]]
 
@@ -197,7 +197,7 @@ def caveats(estimate: Estimate) -> list[str]:
             f"An estimate: no compiler for {chip.name} without one, so this is XLA's program for "
             "as many virtual CPU devices, which fuses less and keeps more arrays than a GPU's."
         )
-    if given := flags.options(estimate.job.xla, chip.kind):
+    if given := flag_options(estimate.job.xla, chip.kind):
         listed = " ".join(f"{name}={value}" for name, value in given.items())
         left_out = "" if estimate.target.is_exact else ", which this estimate leaves out"
         found.append(f"--xla {estimate.job.xla} is {listed}{left_out}.")

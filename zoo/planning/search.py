@@ -21,7 +21,7 @@ from zoo.planning.job import Estimate, Job, make_estimate
 from zoo.planning.meshes import Candidate
 from zoo.planning.roofline import roofline
 from zoo.planning.targets import Target
-from zoo.training import flags
+from zoo.training.compiled import flag_sets
 
 MOST = 6  # changes that are compiled to find one that fits: each may take a minute
 _POLICIES = ["full", "save:query,key,value", "dots_no_batch", "dots", "none"]
@@ -82,7 +82,7 @@ def fastest(found: list[Candidate], job: Job, target: Target) -> tuple[Estimate,
         )
     if target.chip.kind == "tpu":  # the estimate of a GPU is of a program for CPUs
         with trial.stage("flags of the compiler"):
-            for name in flags.names("tpu"):
+            for name in flag_sets("tpu"):
                 trial.change(xla=name)
     with trial.stage("remat and microbatches"):
         trial.keep_more()

@@ -12,7 +12,7 @@ from zoo.common.configuration import may_differ, require
 from zoo.nn.precision import Precision
 from zoo.runs.processes import RunError
 from zoo.runs.remote import folder
-from zoo.training.flags import Flags
+from zoo.training.compiled import Flags
 
 TRACKER_NAMES = ("wandb", "mlflow", "tensorboard", "trackio")
 _POSITIVE = "steps accumulate log_every eval_every eval_batches final_eval_batches patience"

@@ -30,7 +30,7 @@ from zoo.runs.config import Config as Config  # users' programs take it from her
 from zoo.runs.config import ConfigT, as_json, differences, read_config
 from zoo.runs.processes import RunError, Signals
 from zoo.runs.remote import folder
-from zoo.training import flags
+from zoo.training.compiled import flag_options
 
 TRACKED = "trackers.json"  # of the run folder: the id that the run has at each tracker
 
@@ -96,7 +96,7 @@ class Run(Generic[ConfigT]):
         self.layout = sharding.Layout(self.mesh, rules)
         if not config.plan:  # of a plan, the target's devices matter
             check_precision(self.precision, self.mesh)
-            flags.options(config.xla, self.mesh)  # refuses what the devices lack
+            flag_options(config.xla, self.mesh)  # refuses what the devices lack
         if config.batch_size is not None:  # now, as the data may take long to read
             check_batch_size(config.batch_size, self.mesh, config.accumulate)
         check_row_lengths(config.row_lengths, self.mesh)

@@ -39,10 +39,10 @@ from zoo.sharding.rules import Rule as Rule
 from zoo.sharding.rules import Rules as Rules
 from zoo.sharding.specs import Name as Name
 from zoo.training.compiled import CompiledStep as CompiledStep
+from zoo.training.compiled import Flags as Flags
 from zoo.training.compiled import Metrics as Metrics
 from zoo.training.compiled import Program as Program
 from zoo.training.description import Evaluate as Evaluate
-from zoo.training.flags import Flags as Flags
 from zoo.training.loss_checks import Checks as Checks
 from zoo.training.loss_values import LossFunction as LossFunction
 from zoo.training.state import Blueprint as Blueprint

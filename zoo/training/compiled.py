@@ -1,9 +1,9 @@
-"""A step function, compiled once per bucket, and a named error for anything else."""
+"""A step function, compiled once per bucket by a set of flags, and an error for anything else."""
 
 import functools
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
 from zoo import sharding
+from zoo.common.configuration import require
 from zoo.data.loader import Accepted, check_values
 from zoo.sharding.axes import is_parameter
 from zoo.training.loss_checks import Checks
@@ -22,6 +23,51 @@ Metrics = dict[str, Any]  # scalars; of an evaluation also pairs of them
 # One runs and one is queued behind it. Inputs of more would fill the device's memory, and on a CPU
 # of several virtual devices collectives of more than 32 programs deadlock.
 IN_FLIGHT = 2
+
+Flags = Literal["default", "no_windows", "scatter_layouts", "gathers", "overlap", "native_bf16"]
+Options = dict[str, bool | int | str]
+
+# Sets of the compiler's flags per platform, which `python -m zoo plan` compares. One goes with the
+# compile of a step, while LIBTPU_INIT_ARGS and XLA_FLAGS hold for a process.
+#
+# A product of a gathered matrix is by default a loop ("windowed"), which permutes parts of the
+# matrix while it multiplies others, and reads its activations once per turn. On many chips, or with
+# many tokens per chip, that costs more memory traffic than it hides of the links.
+_NO_WINDOWS: Options = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}
+FLAG_SETS: dict[str, dict[Flags, Options]] = {
+    "tpu": {
+        "no_windows": _NO_WINDOWS,
+        # Gradients are then an all-reduce that keeps a part, which needs them in a layout of which
+        # the part is contiguous; else they are copied first. As MaxText's recipes for v6e.
+        "scatter_layouts": {
+            **_NO_WINDOWS,
+            "xla_tpu_use_minor_sharding_for_major_trivial_input": True,
+            "xla_tpu_relayout_group_size_threshold_for_reduce_scatter": 1,
+            "xla_tpu_assign_all_reduce_scatter_layout": True,
+        },
+        # Else libtpu writes a gather that runs beside products as the all-reduce of what is zero
+        # but for a part, which sends twice as much: on tpu7x those of all layers.
+        "gathers": {"xla_tpu_prefer_async_allgather_to_allreduce": True},
+    },
+    "gpu": {
+        # Collectives start as early, and end as late, as the memory allows, and run beside
+        # products; those of neighbouring layers are joined, as a small one is bound by its latency.
+        "overlap": {
+            "xla_gpu_enable_latency_hiding_scheduler": True,
+            "xla_gpu_enable_pipelined_all_gather": True,
+            "xla_gpu_enable_pipelined_reduce_scatter": True,
+            "xla_gpu_enable_pipelined_all_reduce": True,
+            "xla_gpu_enable_while_loop_double_buffering": True,
+            "xla_gpu_all_gather_combine_threshold_bytes": 2**28,
+            "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**28,
+        },
+    },
+    "cpu": {
+        # A loop that writes a part of an array else converts all of it to fp32, and back; but XLA
+        # then refuses convolutions, and products that return bf16, which no family has.
+        "native_bf16": {"xla_disable_hlo_passes": "float-normalization-bf16"},
+    },
+}
 
 
 class RecompilationError(RuntimeError):
@@ -48,7 +94,7 @@ class CompiledStep:
         checks: Checks,
         accumulate: int = 1,
         donate: bool = False,
-        options: dict[str, bool | int | str] | None = None,
+        options: Options | None = None,
     ):
         self._function = function
         self._layout = sharding.layout_of(mesh)
@@ -215,7 +261,7 @@ class Program:
         batch: PyTree,
         *,
         donate: bool,
-        options: dict[str, bool | int | str] | None = None,
+        options: Options | None = None,
     ):
         self._options = options or None  # JAX keeps a program compiled without any
         leaves, structure = jax.tree.flatten((state, batch))
@@ -262,3 +308,26 @@ def _signature(leaves: list[Any], structure: Any) -> tuple:
         for x in leaves
     )
     return (structure, *described)
+
+
+def flag_sets(platform: str) -> list[Flags]:
+    """The sets of a platform, "tpu", "gpu" or "cpu", the compiler's own defaults first."""
+    return ["default", *FLAG_SETS.get(platform, {})]
+
+
+def flag_options(name: Flags, devices: Mesh | str | None) -> Options:
+    """The flags of a set, for `jax.stages.Lowered.compile`.
+
+    `devices` are a mesh, or JAX's own, or a platform.
+
+    Raises:
+        ValueError: a set that their platform does not have.
+    """
+    if name == "default":
+        return {}
+    if isinstance(devices, Mesh):
+        devices = str(devices.devices.flat[0].platform)
+    platform = devices or jax.default_backend()
+    known = flag_sets(platform)
+    require(name in known, f"xla={name!r}: compilers for {platform} take one of {known}")
+    return FLAG_SETS[platform][name]

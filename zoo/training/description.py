@@ -12,8 +12,7 @@ from zoo import sharding
 from zoo.data.datasets import Dataset
 from zoo.nn.precision import Precision
 from zoo.nn.remat import Policy
-from zoo.training.compiled import CompiledStep
-from zoo.training.flags import Flags
+from zoo.training.compiled import CompiledStep, Flags
 from zoo.training.loss_values import LossFunction
 from zoo.training.state import Blueprint, Pretrained, Trainable, TrainState, without_frozen
 from zoo.training.step import make_train_step

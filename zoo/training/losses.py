@@ -221,7 +221,8 @@ def _token_sums(
     if shares_BS is not None:
         shares_BTS = jnp.broadcast_to(shares_BS[:, None], (*weights_BT.shape, shares_BS.shape[-1]))
     held = _bytes(jax.eval_shape(readout, x_BTE))
-    if (tiles := num_tiles(readout, -(-held // LOGITS_BYTES))) is None:
+    tiles = num_tiles(readout, -(-held // LOGITS_BYTES)) if held > LOGITS_BYTES else None
+    if tiles is None:
         total, totals_S = _over_time(readout, x_BTE, (targets_BT, shares_BTS), weights_BT)
     else:
         with left_stored():  # the one that is gathered is not used then, and not made

@@ -25,9 +25,7 @@ from zoo.nn.precision import Precision, check_precision, exact_products
 from zoo.nn.products import platform
 from zoo.nn.stateful import moved, states, with_states
 from zoo.sharding.axes import check_model
-from zoo.training import flags
-from zoo.training.compiled import CompiledStep, Metrics
-from zoo.training.flags import Flags
+from zoo.training.compiled import CompiledStep, Flags, Metrics, flag_options
 from zoo.training.loss_checks import Checks
 from zoo.training.loss_values import (
     EVAL_NAMES,
@@ -73,7 +71,7 @@ def make_train_step(
     were, and counts as skipped. Given `trainable`, a function from a model to a tree of booleans
     like it, the rest is frozen: it has no gradient, and stays as it is bit for bit. `mesh` is
     `init_state`'s. In "int8" it computes in bf16, and multiplies the matrices of blocks in int8.
-    `xla` names a set of the compiler's flags, of `zoo.training.flags`.
+    `xla` names a set of the compiler's flags, `zoo.training.compiled.FLAG_SETS`.
 
     For a model that is not the zoo's, the floating-point entries of the batch are cast to
     `precision` with the parameters. Labels, targets and weights stay in fp32, and so does what the
@@ -132,7 +130,7 @@ def make_train_step(
         mesh=layout,
         accumulate=accumulate,
         donate=True,
-        options=flags.options(xla, layout.mesh),
+        options=flag_options(xla, layout.mesh),
         checks=checks,
     )
 

@@ -25,11 +25,11 @@ from zoo.training.chunked_loss import PARTS, added_over_parts, cut, each_part, j
 
 
 def num_tiles(readout: Any, at_least: int) -> int | None:
-    """The tiles of an output head that is stored in slices; None where it is whole or one tile.
+    """The tiles of an output head that is stored in slices; None where it is whole.
 
     None too if no number up to four times the least one divides the outputs of a device.
     """
-    if at_least == 1 or not sharding.is_sharding() or not isinstance(readout, Readout):
+    if not sharding.is_sharding() or not isinstance(readout, Readout):
         return None
     mesh, names = jax.sharding.get_abstract_mesh(), ("embed", dict(readout.axes)["out"])
     stored = sharding.partition_spec(names, mesh)

@@ -11,7 +11,7 @@ import pytest
 import zoo
 from zoo import losses, transformer
 from zoo.planning import targets
-from zoo.training import flags
+from zoo.training import compiled
 
 SIZES = transformer.Config(vocab_size=8, d_model=8, num_layers=1, num_heads=1)
 KEY = jax.random.key(0)
@@ -24,7 +24,7 @@ def accepts(lowered, options):
 def test_xla_knows_the_flags_of_gpus():
     """Its compiler for CPUs reads them too, and does nothing with them."""
     lowered = jax.jit(lambda x: x + 1).lower(1.0)
-    for given in flags.SETS["gpu"].values():
+    for given in compiled.FLAG_SETS["gpu"].values():
         assert accepts(lowered, given)
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_gpu_nothing"):
         accepts(lowered, {"xla_gpu_nothing": True})
@@ -35,17 +35,17 @@ def test_libtpu_knows_the_flags_of_tpus():
     [chip] = targets.parse("v5e:1x1").devices()
     one = jax.sharding.SingleDeviceSharding(chip)
     lowered = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((8,), jnp.float32, sharding=one))
-    for given in flags.SETS["tpu"].values():
+    for given in compiled.FLAG_SETS["tpu"].values():
         assert accepts(lowered, given)
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_tpu_nothing"):
         accepts(lowered, {"xla_tpu_nothing": True})
 
 
 def test_sets_have_the_names_that_are_flags_of_a_run():
-    assert {name for sets in flags.SETS.values() for name in sets} == {
-        name for name in get_args(flags.Flags) if name != "default"
+    assert {name for sets in compiled.FLAG_SETS.values() for name in sets} == {
+        name for name in get_args(compiled.Flags) if name != "default"
     }
-    assert flags.names("cpu") == ["default", "native_bf16"]
+    assert compiled.flag_sets("cpu") == ["default", "native_bf16"]
 
 
 def test_a_loop_in_native_bf16_writes_its_part_alone():
@@ -55,7 +55,7 @@ def test_a_loop_in_native_bf16_writes_its_part_alone():
     ones = jnp.ones((2, 6), jnp.int32)
     batch = {"tokens": ones, "targets": ones, "weights": jnp.ones((2, 6))}
     seen, found = {}, {}
-    for name in flags.names("cpu"):
+    for name in compiled.flag_sets("cpu"):
         state = zoo.init_state(make, optimizer, key=KEY)
         step = zoo.make_train_step(losses.next_token, optimizer, precision="bf16", xla=name)
         seen[name] = float(step(state, batch)[1]["loss"])
@@ -70,7 +70,7 @@ def test_a_loop_in_native_bf16_writes_its_part_alone():
 def test_flags_of_another_platform_are_refused(name, where):
     platform = where or "cpu"  # JAX's own here
     with pytest.raises(ValueError, match=rf"xla='{name}'.*{platform}.*'default'"):
-        flags.options(name, where)
+        compiled.flag_options(name, where)
     with pytest.raises(ValueError, match=r"xla='overlap'.*cpu"):
         zoo.make_train_step(
             losses.next_token, optax.sgd(1.0), mesh=zoo.make_mesh(""), xla="overlap"
@@ -79,15 +79,15 @@ def test_flags_of_another_platform_are_refused(name, where):
 
 def test_a_step_is_compiled_with_its_flags(monkeypatch):
     """As one that the compiler does not know shows."""
-    monkeypatch.setitem(flags.SETS, "cpu", {"overlap": {"xla_unheard_of": True}})
+    monkeypatch.setitem(compiled.FLAG_SETS, "cpu", {"overlap": {"xla_unheard_of": True}})
     make = lambda key: transformer.Transformer(SIZES, key=key)
     ones = jnp.ones((2, 8), jnp.int32)
     batch = {"tokens": ones, "targets": ones, "weights": ones.astype(float)}
 
-    def compiled(xla):
+    def compile_with(xla):
         state = zoo.init_state(make, optax.sgd(1.0), key=KEY, mesh=None)
         zoo.make_train_step(losses.next_token, optax.sgd(1.0), xla=xla).compile(state, batch)
 
-    compiled("default")
+    compile_with("default")
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_unheard_of"):
-        compiled("overlap")
+        compile_with("overlap")
