@@ -133,12 +133,12 @@ def int4_product(folder: Path) -> Callable[[], object]:
 
 # What has one file more raises its number here, in a commit that says why.
 CEILINGS = {
-    logit: 13,
+    logit: 12,
     row: 17,
     checkpoint: 4,
     load: 21,
-    finetune: 31,
-    adapters: 37,
+    finetune: 25,
+    adapters: 35,
     int4_product: 3,
 }
 

@@ -251,7 +251,6 @@ class Tied(eqx.Module):
 @pytest.mark.parametrize(
     ("spec", "outputs", "least", "tiles"),
     [
-        ("fsdp=8", 96, 1, None),
         ("fsdp=8", 96, 2, 2),
         ("fsdp=8", 96, 5, 6),
         ("fsdp=4,tensor=2", 26, 4, 13),  # of a device's half
@@ -265,6 +264,18 @@ def test_a_stored_head_has_the_fewest_tiles_that_divide_it(
 ):
     with sharding.use(zoo.make_mesh(spec)):
         assert num_tiles(Readout(jnp.zeros((8, outputs)), None), least) == tiles
+
+
+def test_a_stored_head_is_cut_where_logits_are_large(monkeypatch: pytest.MonkeyPatch):
+    model = Tied(Embedding(96, 32, key=jax.random.key(0)), jnp.zeros(96), None)
+    batch = {"tokens": jnp.zeros((8, 16), jnp.int32), "targets": jnp.zeros((8, 16), jnp.int32)}
+    loops = []
+    for most in (4 * 16 * 96, 4 * 16 * 96 - 1):  # a device's logits, in bytes
+        monkeypatch.setattr(losses, "LOGITS_BYTES", most)
+        step = lambda model: losses.next_token(model, batch | {"weights": jnp.ones((8, 16))}, None)
+        with sharding.use(zoo.make_mesh("fsdp=8")):
+            loops.append("scan" in str(jax.make_jaxpr(step)(model)))
+    assert loops == [False, True]
 
 
 @pytest.mark.parametrize(
