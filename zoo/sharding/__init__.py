@@ -23,13 +23,13 @@ from zoo.sharding.rules import Layout as Layout
 from zoo.sharding.rules import Rules as Rules
 from zoo.sharding.rules import layout_of as layout_of
 from zoo.sharding.rules import mesh_axes as mesh_axes
+from zoo.sharding.rules import num_batch_parts as num_batch_parts
 from zoo.sharding.rules import use as use
 from zoo.sharding.rules import whole_rows as whole_rows
 from zoo.sharding.specs import canonical as canonical
 from zoo.sharding.specs import constrain as constrain
 from zoo.sharding.specs import is_sharding as is_sharding
 from zoo.sharding.specs import mapped as mapped
-from zoo.sharding.specs import num_batch_parts as num_batch_parts
 from zoo.sharding.specs import num_copies as num_copies
 from zoo.sharding.specs import num_parts as num_parts
 from zoo.sharding.specs import partition_spec as partition_spec

@@ -6,6 +6,7 @@ names a mesh axis. `use` sets a layout: a mesh, the rules, and names for arrays 
 
 import contextlib
 import dataclasses
+import math
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -187,6 +188,15 @@ def use(mesh: Mesh | Layout | None) -> Iterator[None]:
 def rules_in_use() -> Rules:
     """The rules of the innermost `use`, or `RULES`."""
     return in_force.get().rules
+
+
+def num_batch_parts(mesh: Mesh | AbstractMesh | Layout | None) -> int:
+    """Into how many parts a mesh cuts a batch; without one it is whole."""
+    layout = layout_of(mesh)
+    if layout.mesh is None:
+        return 1
+    rules = rules_in_use() if layout.rules is None else layout.rules
+    return math.prod(layout.mesh.shape.get(axis, 1) for axis in mesh_axes([rules.get("batch")]))
 
 
 def without_axes(taken: Collection[str]) -> Rules:

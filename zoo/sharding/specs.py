@@ -201,12 +201,6 @@ def num_parts(*names: str | None) -> int:
     return num_shards(partition_spec(names, mesh), mesh)
 
 
-def num_batch_parts(mesh: Mesh | AbstractMesh | Layout | None) -> int:
-    """Into how many parts the mesh cuts a batch; without one it is whole."""
-    layout = layout_of(mesh)
-    return 1 if layout.mesh is None else num_shards(partition_spec(["batch"], layout), layout.mesh)
-
-
 def num_copies() -> int:
     """Into how many parts a batch is cut, outermost, by axes over which parameters are alike.
 
