@@ -274,6 +274,12 @@ def assert_trees_close(actual: Any, expected: Any, rtol: float, atol: float = 0.
         np.testing.assert_allclose(got, want, rtol=0, atol=allowed, err_msg=path)
 
 
+def assert_same(actual: Any, expected: Any) -> None:
+    """The same tree to the bit, in classes, static fields, dtypes and numbers."""
+    assert arrays(expected).keys() == arrays(actual).keys()
+    assert eqx.tree_equal(*jax.device_get((actual, expected)))
+
+
 class FetchedSizes:
     """Watches what a save fetches from the devices by the `gathered` that a module calls."""
 

@@ -16,7 +16,7 @@ import jaxtyping
 import numpy as np
 import pytest
 import safetensors.numpy
-from helpers import VOCAB, FetchedSizes, arrays, drawn_transformer
+from helpers import VOCAB, FetchedSizes, arrays, assert_same, drawn_transformer
 from jax.experimental.layout import Format, Layout
 from jaxtyping import Array, Float, Int
 
@@ -81,16 +81,6 @@ def family(monkeypatch, tmp_path):
 
 def net(**fields) -> Net:
     return Net(Config(**fields), key=jax.random.key(1))
-
-
-def assert_same(left, right) -> None:
-    assert jax.tree.structure(left) == jax.tree.structure(right)
-    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
-        if eqx.is_array(a):
-            assert (a.dtype, a.shape) == (b.dtype, b.shape)
-            assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-        else:
-            assert a == b
 
 
 class Tokenizer:

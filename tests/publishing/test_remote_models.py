@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import pytest
 import tyro
 from fsspec.implementations.memory import MemoryFile
+from helpers import assert_same
 from stores import Store, gs, gs_port, s3, s3_port, tree  # noqa: F401
 
 import zoo
@@ -38,11 +39,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def net(seed: int) -> mlp.MLP:
     return mlp.MLP(mlp.Config(3, 2, hidden_size=4, num_layers=1), key=jax.random.key(seed))
-
-
-def assert_same(left, right) -> None:
-    assert len(jax.tree.leaves(left)) > 2
-    assert eqx.tree_equal(left, right)
 
 
 def error_of(call: Callable[[], object]) -> str | None:

@@ -9,7 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import drawn_model, equations, one_step, value_and_gradients
+from helpers import (
+    assert_trees_close,
+    drawn_model,
+    equations,
+    one_step,
+    value_and_gradients,
+)
 
 import zoo
 from zoo import sharding, transformer
@@ -228,8 +234,7 @@ def test_loading_by_layers_is_quantising_the_whole(folder, kind):
     for ours, whole in zip(found, (wo, head, table), strict=True):
         assert isinstance(ours, Quantized)
         assert ours.kind == whole.kind
-        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(whole), strict=True):
-            np.testing.assert_array_equal(a, b)
+        assert_trees_close(ours, whole, rtol=0)
     assert not is_quantized(model.final_norm.scale)
 
 
@@ -367,8 +372,7 @@ def test_adapters_over_a_quantised_base_are_stored(folder, tmp_path):
     model = eqx.tree_at(lambda m: m.blocks.attention.wq.up, model, up)
     zoo.save_adapters(tmp_path / "adapters", model, base=folder)
     again = zoo.load(tmp_path / "adapters", quantize="int4")
-    for found, expected in zip(jax.tree.leaves(again), jax.tree.leaves(model), strict=True):
-        np.testing.assert_array_equal(found, expected)
+    assert_trees_close(again, model, rtol=0)
     plain = zoo.load(tmp_path / "adapters")
     assert not is_quantized(plain.blocks.attention.wq.weight)
     np.testing.assert_array_equal(plain.blocks.attention.wq.up, up)
