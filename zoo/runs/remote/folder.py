@@ -5,6 +5,7 @@ process has a folder of its own, with its part of each checkpoint; all else is i
 which holds the lease.
 """
 
+import contextlib
 import hashlib
 import logging
 import math
@@ -98,28 +99,18 @@ class RemoteFolder:
         self._until = math.inf  # when others' parts are waited for no longer
 
     def __enter__(self) -> "RemoteFolder":
-        self._lock = processes.lock(self.folder, self.address)
-        self._lock.__enter__()
-        try:
-            self._open()
-        except BaseException as error:
-            self._lock.__exit__(type(error), error, None)
-            raise
-        return self
-
-    def _open(self) -> None:
-        if self._is_main:
-            copies = self._open_first()
-        try:
-            self.owner = processes.from_first({"owner": self.lease.owner})["owner"]
-            if not self._is_main:
-                copies = self._open_other()
-            self._fetch(copies)
-        except BaseException:
-            self.lease.release()
-            raise
-        self._copies = copies
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(processes.lock(self.folder, self.address))
+            with contextlib.ExitStack() as failed:
+                failed.callback(self.lease.release)
+                copies = self._open_first() if self._is_main else None
+                self.owner = processes.from_first({"owner": self.lease.owner})["owner"]
+                self._copies = copies or self._open_other()
+                self._fetch(self._copies)
+                failed.pop_all()
+            self._lock = stack.pop_all()
         self.copier = Copier(self._copy, self.address, self.folder)
+        return self
 
     def _open_first(self) -> RemoteCopies:
         record, host = Record.read(self.folder), socket.gethostname()
@@ -134,17 +125,11 @@ class RemoteFolder:
         record.host, record.owners = host, [*record.owners[-1:], lease.owner]
         record.write(self.folder)
         lease.acquire(dead=ended)
-        try:
-            if lease.previous not in ended:  # the files at the address may be of another's
-                record.copied = {}
-            record.owners = [lease.owner]
-            copies = RemoteCopies(
-                self.folder, self._store, record, owner=lease.owner, keep=self._keep
-            )
-            self._begin(copies, record)
-        except BaseException:
-            lease.release()
-            raise
+        if lease.previous not in ended:  # the files at the address may be of another's
+            record.copied = {}
+        record.owners = [lease.owner]
+        copies = RemoteCopies(self.folder, self._store, record, owner=lease.owner, keep=self._keep)
+        self._begin(copies, record)
         return copies
 
     def _open_other(self) -> RemoteCopies:
@@ -263,7 +248,7 @@ class RemoteFolder:
             at_once = kind is not None and issubclass(kind, KeyboardInterrupt)
             if self.copier.close(0.0 if at_once else 60.0):
                 self.lease.release()
-            self._lock.__exit__(None, None, None)
+            self._lock.close()
 
     def _copy(self) -> None:
         """In the background: copy what has changed, and then a checkpoint of before."""
