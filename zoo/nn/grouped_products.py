@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from zoo.nn.products import custom_vjp, device_kind, in_forward_mode, platform
 
 _ROWS = (128, 256, 512)  # of a tile: multiples of a TPU's matrix unit
-SHARED_ROWS = _ROWS[0]  # rows that a group takes longer for, as it shares a tile with the next
+SHARED_ROWS = _ROWS[0]  # a group's extra time, in rows: it shares a tile with the next
 _LANES = 128  # the other sizes of a tile are whole, or multiples of this
 
 Tile = tuple[int, int, int]
@@ -28,7 +28,7 @@ def grouped_product(
 ) -> Float[Array, "rows out"]:
     """The product of each row with its group's matrix; groups are consecutive rows, of any size.
 
-    Rows behind all groups come out as anything, not even finite. On a TPU it is the kernel
+    Rows behind all groups come out as anything, perhaps not finite. On a TPU it is the kernel
     `jax.experimental.pallas.ops.tpu.megablox`, forward and backward: XLA's own gradient for the
     matrices multiplies every row with every group. Elsewhere, and in forward mode, it is
     `jax.lax.ragged_dot`.
@@ -153,6 +153,6 @@ def tile(
 
 
 def _parts(size: int) -> list[int]:
-    """The whole, and the multiples of a TPU's lanes that it has some number of, once padded."""
+    """The size itself, and the multiples of a TPU's lanes that divide it once it is padded."""
     lanes = math.ceil(size / _LANES)
     return [size, *(_LANES * part for part in range(1, lanes) if lanes % part == 0)]

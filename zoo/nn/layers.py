@@ -196,8 +196,8 @@ def _look_up_backward(
     if parts is None or not parts.divide(g.shape):
         return add_up(ids, g), None
     # Devices exchange the tokens' vectors, and each adds up all tokens in its columns of the table:
-    # no device has a gradient of the whole table, as in adding up the rows of its own tokens. Over
-    # axes that store no columns, what devices add up is in the dtype of the weight.
+    # none has a gradient of the whole table, as it would by adding up the rows of its own tokens.
+    # Over axes that store no columns, devices add up in the dtype of the weight.
     g, ids = _cut(g, parts, parts.table[1]), _cut(ids, parts)
     by_part = jax.vmap(jax.vmap(add_up))(ids, g)
     spec = PartitionSpec(*parts.tokens, *parts.table)
@@ -218,7 +218,7 @@ _look_up.defvjp(_look_up_forward, _look_up_backward, by_need=True)
 class RMSNorm(eqx.Module):
     """Root-mean-square norm (Zhang & Sennrich 2019) over the last axis.
 
-    What it multiplies by is `scale + offset`; Gemma's norms have an offset of one.
+    It multiplies by `scale + offset`; Gemma's norms have an offset of one.
     """
 
     scale: Float[Array, "features"]
@@ -243,7 +243,7 @@ class RMSNorm(eqx.Module):
 class LayerNorm(eqx.Module):
     """Layer norm (Ba et al. 2016) over the last axis; scale and bias are optional.
 
-    What it multiplies by is `scale + offset`; Nemotron's norms have an offset of one.
+    It multiplies by `scale + offset`; Nemotron's norms have an offset of one.
     """
 
     scale: Float[Array, "features"] | None
@@ -397,10 +397,10 @@ _CLAMP, _STEEPNESS = 7.0, 1.702
 
 
 def gated(kind: str, gate: Float[Array, "..."], up: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The hidden features of a gated MLP, from those of its gate and the others.
+    """The hidden features of a gated MLP, from those of its gate and `up`.
 
     A clamped one (gpt-oss, 2025) bounds both, takes the sigmoid of a multiple of the gate, and adds
-    one to the others; in fp32 inside.
+    one to `up`; in fp32 inside.
     """
     if kind != "swiglu_clamped":
         return ACTIVATIONS[GATED_MLPS[kind]](gate) * up

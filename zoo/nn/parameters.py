@@ -178,9 +178,9 @@ def unshard(tree: Tree) -> Tree:
 
 
 def unshard_foreign(model: Tree) -> Tree:
-    """Cast and gather the parameters without an annotation of names, whose modules do not.
+    """Cast and gather parameters whose annotations have no names, as their modules do not.
 
-    It takes the whole model, whose paths the names from outside are for.
+    It takes the whole model, as names from outside are for its paths.
     """
     if any(map(_is_foreign, jax.tree.leaves(model, is_leaf=is_operand))):
         to_value = lambda x: _value(x) if _is_foreign(x) else x  # noqa: E731

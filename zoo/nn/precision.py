@@ -40,7 +40,7 @@ KEPT = frozenset({"weights", "weight", "labels", "label", "targets", "target"})
 class Scheme(abc.ABC):
     """A precision that is no dtype: it puts operands of its own in the place of some matrices.
 
-    An instance is a precision by the name of its plugin, of the group "zoo.precisions".
+    An instance is a precision under the name of its plugin, in the group "zoo.precisions".
     """
 
     dtype: ClassVar[Any]
@@ -56,11 +56,11 @@ class Scheme(abc.ABC):
 
     @abc.abstractmethod
     def check_loss(self, jaxpr: Any) -> None:
-        """Raise a ValueError for the jaxpr of a loss that multiplies nothing in it."""
+        """Raise a ValueError for the jaxpr of a loss that multiplies nothing in this precision."""
 
 
 def scheme_of(precision: Precision | str) -> Scheme | None:
-    """The scheme that a precision is; None for a dtype.
+    """The scheme of a precision; None if it is a dtype.
 
     Raises:
         ValueError: another name.
@@ -87,7 +87,7 @@ def compute_dtype(precision: Precision | str) -> Any:
 def check_precision(precision: Precision | str, mesh: Mesh | None) -> None:
     """Refuse an unknown precision, or one that the devices of a mesh (or JAX's) lack.
 
-    bf16 and fp16 are computed everywhere, if by way of fp32.
+    bf16 and fp16 are computed everywhere, in places by way of fp32.
 
     Raises:
         ValueError: such a precision, with those to take instead.
@@ -111,10 +111,10 @@ def native_precision() -> Precision:
 
 @contextlib.contextmanager
 def in_precision(model: Tree, precision: Precision | str) -> Iterator[Tree]:
-    """The model as a step computes with it: cast as a whole, or within by itself (`CastsAtUse`).
+    """The model as a step computes with it: cast as a whole, or casting itself (`CastsAtUse`).
 
     An `eqx.nn.State` keeps its dtypes, and the layers that have one compute in fp32. It enters
-    `exact_products`, which a gradient also needs around the function that it is of.
+    `exact_products`, which a gradient needs around its function too.
     """
     scheme = scheme_of(precision)
     dtype, operands = compute_dtype(precision), None if scheme is None else scheme.operands
@@ -157,9 +157,9 @@ def cast_inputs(
 
 
 def exact_products(precision: Precision | str) -> contextlib.AbstractContextManager[Any]:
-    """Within, products in "fp32" are of fp32: GPU and TPU multiply less precisely by default.
+    """Within, products in "fp32" are of fp32: GPUs and TPUs multiply less precisely by default.
 
-    JAX traces the gradients that are written out only after the function that they belong to.
+    JAX traces a gradient that is written out only after its function, so it has to be around both.
     """
     return jax.default_matmul_precision("highest" if precision == "fp32" else None)
 

@@ -29,8 +29,8 @@ Model = TypeVar("Model")
 
 Kind = Literal["int8", "int4", "nf4"]  # of `Quantized` matrices, as flags show them
 
-# The name of the results of products that JAX does not know as such, by `checkpoint_name`: a remat
-# policy that keeps products keeps them.
+# The `checkpoint_name` of products that JAX does not know as such: a remat policy that keeps
+# products keeps them too.
 PRODUCT = "operand_product"
 
 # A context of JAX's own: what was traced outside is not taken from a cache inside, nor the reverse.
@@ -77,9 +77,9 @@ class custom_vjp:
     ) -> None:
         """Give the rule, as `jax.custom_vjp.defvjp` takes it.
 
-        With `by_need`, `forward` gets one more argument, `needed`: the differentiable inputs with
-        a boolean for each array, whether its gradient is asked for, which that of a frozen
-        parameter is not. `backward` gives None in the place of one that is not.
+        With `by_need`, `forward` gets one more argument, `needed`: the differentiable inputs with a
+        boolean for each array: whether its gradient is asked for, as a frozen parameter's is not.
+        `backward` gives None for one that is not.
         """
         if not by_need:
             self._with_rule.defvjp(forward, backward)
@@ -149,7 +149,7 @@ class Operand(Derived):
         """The product `matmul(x, self, contract=contract, dtype=dtype)`."""
 
     def rows(self, ids: Array) -> Array:
-        """The rows of the table that the matrix is: [...] ids as [..., embed], clipped."""
+        """The rows of the matrix, as of a table: [...] ids as [..., embed], clipped."""
         return self.value().at[ids].get(mode="clip")
 
     def transposed(self) -> "Array | Operand":
@@ -260,8 +260,8 @@ def multiply(
     return y.reshape(*batch, *out)
 
 
-# A custom gradient, or a product that returns fp32 would have fp32 inputs in its gradient, and
-# codes would be kept as the values that they have.
+# Without a custom gradient, a product that returns fp32 would have fp32 inputs in its gradient, and
+# codes would be kept as their values.
 @functools.partial(custom_vjp, nondiff_argnums=(3, 4))
 def _multiply(
     x: Float[Array, "b m k"],
@@ -327,8 +327,8 @@ def _weight_gradient(
     b, m, k = x.shape
     copies = num_copies()
     if platform() == "tpu" and copies > 1 and b % copies == 0:
-        # Of each slice by itself, and then their sum: XLA for TPU scatters the one in a slice and
-        # sends parts between slices, where of one product it makes an all-reduce in both.
+        # Each slice's product, and then their sum: XLA for TPU scatters the first within a slice
+        # and sends parts between slices; for one product it would all-reduce over both.
         x, g = (y.reshape(copies, b // copies * m, -1) for y in (x, g))
         each = lax.dot_general(x, g, (((1,), (1,)), ((0,), (0,))), preferred_element_type=dtype)
         return lax.optimization_barrier(each).sum(0)
@@ -344,7 +344,7 @@ _multiply.defvjp(_forward, _backward, by_need=True)
 def platform() -> str:
     """The platform of the program at hand, "cpu", "gpu" or "tpu": that of the mesh around it.
 
-    They need not be this machine's: a program can be compiled for a TPU without one.
+    It need not be this machine's: a program can be compiled for a TPU without one.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform

@@ -189,8 +189,8 @@ def apart(
 ) -> list[PyTree]:
     """Stacked layers one by one; not by indexing, whose gradient would add up whole stacks.
 
-    `own` has fields of `layers` that are stacked over some of them alone, which it names, and are
-    None in the others. `count` is that of the layers, if no field is in all of them.
+    `own` names the fields of `layers` that only some layers have, and these layers; the others have
+    None. `count` is the number of layers, if no field is in all of them.
     """
     arrays, static = eqx.partition(layers, eqx.is_array)
     split = jax.tree.map(lambda x: lax.split(x, (1,) * len(x)) if len(x) else [], arrays)

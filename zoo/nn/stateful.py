@@ -1,7 +1,7 @@
 """Values that a step moves without an optimizer: States, and biases that even out experts.
 
 They keep their dtypes where a model is cast. An `eqx.nn.State`, such as the statistics of a batch
-norm, is spent by its `set`, and so those handed on here are copies.
+norm, is spent by its `set`, so this module hands on copies.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ class InFloat32(eqx.Module):
 
 
 class LoadBias(InFloat32):
-    """A router's bias for each expert: added to its scores as it chooses, not to their weights.
+    """A router's bias for each expert: added to the scores that choose experts, not to weights.
 
     It evens out their load (Wang et al. 2024, DeepSeek-V3).
     No optimizer moves it. Each step takes `rate` off those of experts with more than the mean load,
@@ -56,7 +56,7 @@ def moved(model: PyTree, errors: PyTree) -> Any:
     def visit(node: Any, error: Any) -> Any:
         if not is_load_bias(node) or error.value is None:
             return node
-        # A load that is even but for rounding, as of other microbatches, moves nothing.
+        # A load that is even but for rounding, which differs by microbatches, moves nothing.
         is_off = jnp.abs(error.value) > 1e-6 * jnp.abs(error.value).max()
         change = jnp.where(is_off, jnp.sign(error.value), 0.0) * node.rate
         return eqx.tree_at(lambda bias: bias.value, node, node.value - change)
@@ -67,7 +67,7 @@ def moved(model: PyTree, errors: PyTree) -> Any:
 def is_kept(x: Any) -> bool:
     """Whether a node of a model has dtypes of its own, whatever the parameters' are.
 
-    So have an `InFloat32` and an `eqx.nn.State`: small steps of theirs would be lost.
+    An `InFloat32` and an `eqx.nn.State` have: small steps of theirs would be lost otherwise.
     """
     return isinstance(x, InFloat32 | eqx.nn.State)
 
@@ -86,7 +86,7 @@ def kept_dtypes(model: Any) -> dict[str, Any]:
 def cast(tree: Tree, dtype: DTypeLike) -> Tree:
     """Cast the floating-point arrays of a tree, and leave the rest, complex ones too, as it is.
 
-    Nodes of which `is_kept` holds are left too.
+    Nodes for which `is_kept` holds are left too.
     """
 
     def visit(x: Any) -> Any:

@@ -34,7 +34,7 @@ class Named(NamedTuple):
 
     @property
     def is_asked_for(self) -> bool:
-        """Whether somebody named this very array: what does not fit is an error then."""
+        """Whether somebody named this very array, so that a name that does not fit is an error."""
         return self.by in (ANNOTATION, GIVEN)
 
 
@@ -66,14 +66,14 @@ def map_named(fn: Any, tree: PyTree) -> Any:
 def logical_axes(tree: PyTree) -> Any:
     """The logical axes of each parameter, from the annotations of the modules that hold them.
 
-    The result is the tree with a tuple of names in place of each array (or ShapeDtypeStruct).
-    Names are right-aligned: the leading axes of stacked layers are None. A generic layer renames
-    its axes per instance by a static field `axes`, pairs of (annotated, logical) names, the latter
-    several with spaces between them where the former is variadic; "" leaves an axis without a name,
-    as those of a convolution's window. A module that stacks others names their first leading axis
+    The result is the tree with a tuple of names in place of each array (or ShapeDtypeStruct). Names
+    are right-aligned: the leading axes of stacked layers are None. A generic layer renames its axes
+    per instance by a static field `axes`, pairs of (annotated, logical) names. For a variadic
+    annotated name, the logical one is several with spaces between them; "" leaves an axis without a
+    name, as in a convolution's window. A module that stacks others names their first leading axis
     by a static field `stacked_axis`.
 
-    An array without names in an annotation has the ones that `use` gives, or that are built in for
+    An array whose annotation has no names takes the ones that `use` gives, or that are built in for
     Equinox's layers, or "unnamed" for each axis of a matrix and "element" for a vector's.
 
     Raises:
@@ -84,7 +84,7 @@ def logical_axes(tree: PyTree) -> Any:
 
 
 def check_model(tree: PyTree, layout: Layout) -> None:
-    """Refuse names from outside of which one names nothing in a whole model.
+    """Refuse names given from outside if one of their patterns names nothing in a whole model.
 
     A strict layout also refuses an array that nothing names.
 
@@ -110,7 +110,7 @@ def check_model(tree: PyTree, layout: Layout) -> None:
 
 
 def _named(tree: PyTree, path: tuple, leaf: Any) -> Named:
-    """The logical axes of one leaf: `stacked_axis` of a module around it names the first."""
+    """The logical axes of one leaf; the `stacked_axis` of a module around it names the first."""
     names, by = own = named_alone(tree, path, leaf)
     nodes = _nodes(tree, path)
     stacked = next((x.stacked_axis for x in nodes if hasattr(x, "stacked_axis")), None)
@@ -127,8 +127,8 @@ def _named(tree: PyTree, path: tuple, leaf: Any) -> Named:
 def named_alone(tree: PyTree, path: tuple, leaf: Any) -> Named:
     """The logical axes of one leaf by itself: None for an axis that stacks it from outside.
 
-    By its annotation, if that has names of axes; or else by what is given from outside, by what is
-    built in for Equinox's layers, or by default.
+    From its annotation, if that names axes; else from what is given from outside, what is built in
+    for Equinox's layers, or the default.
     """
     nodes, field = _nodes(tree, path), keystr(path)
     annotated, problem = None, None
@@ -164,7 +164,7 @@ def _hint(tree: PyTree, path: tuple) -> tuple[Any, Any, tuple]:
 
 
 def _renamed(owner: Any) -> dict[str, str]:
-    """The logical names of a generic layer for those in its annotations."""
+    """A generic layer's own logical names, by the names in its annotations."""
     pairs = getattr(owner, "axes", ())
     is_ours = isinstance(pairs, tuple) and all(
         isinstance(pair, tuple) and [*map(type, pair)] == [str, str] for pair in pairs
@@ -192,13 +192,13 @@ def field_hint(cls: type, field: str) -> Any:
     """The annotation of a field of a class or of its bases; None if it has none.
 
     Raises:
-        ShardingError: an annotation of something that is not there at run time.
+        ShardingError: an annotation with something that does not exist at run time.
     """
     for base in cls.__mro__:
         hint = inspect.get_annotations(base).get(field)
         if hint is None:
             continue
-        # By itself, so that nothing but this one has to be there.
+        # This annotation alone, so that no other one has to resolve.
         holder = type(cls.__name__, (), {"__annotations__": {field: hint}})
         holder.__module__ = base.__module__
         try:
@@ -218,13 +218,13 @@ def names_of(
     """The names of an array's axes by an annotation; None if it names none.
 
     `path` leads from the annotated field to the array, through containers. Of a union, the part
-    that has the array's rank counts. `renamed` are a generic layer's own names for the annotated.
+    that has the array's rank counts. `renamed` leads from annotated names to a generic layer's own.
 
     Raises:
         ShardingError: an array of lower rank than its annotation; `field` names it.
     """
     found = [dims.split() for dims in _dimensions(hint, path)]
-    # Those of `"4 _"` do not say how to shard, while a scalar has none.
+    # Dimensions such as `"4 _"` do not say how to shard; a scalar has none, which says enough.
     says = lambda dims: not dims or any(dim in renamed or _name(dim) for dim in dims)  # noqa: E731
     parsed = [parse(dims, renamed) for dims in found if says(dims)]
     if not parsed:
@@ -233,7 +233,7 @@ def names_of(
 
 
 def _num_missing(rank: int, names: tuple) -> float:
-    """How many axes of an array's have none of the names."""
+    """How many axes of an array get none of the names; infinity if there are too many names."""
     free = rank - len([name for name in names if name is not ...])
     return math.inf if free < 0 else 0.0 if ... in names else float(free)
 

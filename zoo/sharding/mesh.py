@@ -76,7 +76,8 @@ def _over_slices(
                 f"lie side by side along data; give a multiple of {count}, as in "
                 f"'data={count},fsdp=-1'"
             )
-    # Not `jax.make_mesh`: a slice of 8×8 TPUs has an axis of 2 too, if an axis of its own is split.
+    # Not `jax.make_mesh`: an axis of 2 fits a slice of 8×8 TPUs too, if the slice's own axis is
+    # split.
     meshes = [
         mesh_utils.create_device_mesh(
             (data // count, *inner), slices[index], allow_split_physical_axes=True

@@ -63,7 +63,7 @@ def shardings(tree: PyTree, mesh: Mesh | Layout) -> Any:
 
 
 def like_parameters(tree: PyTree, parameters: PyTree, mesh: Mesh | Layout) -> Any:
-    """The NamedSharding of optimizer state: each array as the parameter that its path ends in.
+    """The NamedSharding of optimizer state: an array's is its parameter's, whose path ends its own.
 
     An array of the parameter's shape, or of that shape less one axis (a factored second moment),
     is sharded alike. What belongs to no parameter is replicated: counters, placeholders.
@@ -94,9 +94,9 @@ def like_parameters(tree: PyTree, parameters: PyTree, mesh: Mesh | Layout) -> An
 def with_whole_matrices(function: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
     """`function(tree)`, computed with whole matrices of few layers on each device.
 
-    The mesh axes that split the matrices of a stack split its longest axis that no other splits,
-    with zeros added up to a multiple, and the results go back. A parameter without such an axis, as
-    a matrix by itself, is left to XLA. `function` takes each matrix by itself.
+    The mesh axes that split the matrices of a stack move to its longest axis that nothing splits,
+    padded with zeros to a multiple, and the results go back. A parameter without such an axis, such
+    as a single matrix, is left to XLA. `function` takes each matrix by itself.
     """
     if not is_sharding():
         return function(tree)
@@ -109,7 +109,7 @@ _Route = tuple[int, list[PartitionSpec]]
 
 
 def _route(path: tuple, named: Named, x: jax.Array) -> _Route:
-    """Each PartitionSpec moves one mesh axis, of which XLA makes an all-to-all; none: no stack."""
+    """Each PartitionSpec moves one mesh axis, by an all-to-all; without a stack there are none."""
     mesh = jax.sharding.get_abstract_mesh()
     entries = [mesh_axes([e]) for e in parameter_spec(named, x.shape, mesh, field=keystr(path))]
     stacks = [i for i, name in enumerate(named.names) if is_stack(name)]
@@ -129,7 +129,7 @@ def _route(path: tuple, named: Named, x: jax.Array) -> _Route:
 def _there(x: jax.Array, route: _Route) -> jax.Array:
     axis, specs = route
     if specs:
-        # Of unequal parts XLA for TPU makes gathers and permutes of many times the bytes.
+        # For unequal parts XLA for TPU makes gathers and permutes of many times the bytes.
         parts = num_shards([specs[-1][axis]], jax.sharding.get_abstract_mesh())
         x = jnp.pad(x, [(0, -x.shape[axis] % parts if i == axis else 0) for i in range(x.ndim)])
     for spec in specs:
@@ -167,7 +167,7 @@ def held_rows(batch_size: int, mesh: Mesh | Layout | None) -> list[Rows]:
 def place_batch(
     parts: Mapping[Rows, Mapping[str, np.ndarray]], batch_size: int, mesh: Mesh | Layout | None
 ) -> dict[str, jax.Array]:
-    """A batch on the devices, of the parts that hold this process's rows, by their `held_rows`.
+    """A batch on the devices, from this process's parts of it, whose keys are its `held_rows`.
 
     Its arrays are global, their first axis sharded over the mesh's batch axes. Without a mesh they
     are on the default device.
@@ -213,7 +213,7 @@ def place(
     where: jax.sharding.Sharding,
     part: Callable[[tuple[slice, ...]], np.ndarray],
 ) -> jax.Array:
-    """An array of `part(index)`, made once for the devices of this process that hold it."""
+    """An array of the parts `part(index)`, each made once for all devices of this process."""
     holders: dict[tuple, list[jax.Device]] = {}
     found: dict[jax.Device, jax.Array] = {}
     places = where.addressable_devices_indices_map(shape)
@@ -233,7 +233,7 @@ def place(
 def gathered(array: Any, index: Sequence[int | slice] | None = None) -> np.ndarray:
     """`array[index]` in the memory of this host; all processes call it, each for its own copy.
 
-    Without an index it is the whole array. One on this host's CPU alone is not copied.
+    Without an index it is the whole array. An array on this host's CPU alone is not copied.
     """
     if not isinstance(array, jax.Array):
         return np.asarray(array)[... if index is None else tuple(index)]
@@ -268,7 +268,7 @@ def _on_host(data: jax.Array, index: tuple[slice, ...]) -> np.ndarray:
     """A part of one device's array."""
     if next(iter(data.devices())).platform == "cpu":
         return np.asarray(np.asarray(data)[index])
-    # JAX keeps the copy of an array that a host has asked for as long as the array.
+    # JAX keeps a copy that a host asked for as long as its array: here that of a part alone.
     starts = [one.start for one in index]
     sizes = [one.stop - one.start for one in index]
     return np.asarray(jax.lax.dynamic_slice(data, starts, sizes))

@@ -21,7 +21,7 @@ from zoo.sharding.mesh import MESH_AXES, ShardingError, make_mesh
 # The axes that only store a parameter: where it is used, it is gathered over them.
 STORAGE_AXES = frozenset({"fsdp", "context"})
 
-# The axes over which tokens go to experts, though they split the batch, and no expert is gathered.
+# The axes that split the batch and yet gather no expert: tokens go to experts over them.
 EXPERT_AXES = frozenset({"expert"})
 
 
@@ -51,7 +51,7 @@ class Axis:
 LOGICAL_AXES: Mapping[str, Axis] = types.MappingProxyType(
     {
         "batch": Axis(("data", "fsdp", "expert"), "activation"),
-        # Between tensor-parallel parts; "tensor" too gives sequence parallelism there.
+        # Between tensor-parallel parts, where adding "tensor" gives sequence parallelism.
         "seq": Axis("context", "activation"),
         # Inside them, where sequence parallelism does not split it.
         "inner_seq": Axis("context", "activation"),
@@ -62,7 +62,7 @@ LOGICAL_AXES: Mapping[str, Axis] = types.MappingProxyType(
         "head_dim": Axis(None, "minor"),
         "hidden": Axis("tensor"),
         "gates": Axis(None, "major"),
-        "groups": Axis(None),  # of heads that share what their states are asked for
+        "groups": Axis(None),  # of heads with the same keys and queries
         "taps": Axis(None, "stack"),  # of a convolution over time
         "routes": Axis(None),  # a router's output for each expert
         "rank": Axis(None),  # of low-rank adapters

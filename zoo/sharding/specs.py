@@ -111,7 +111,7 @@ def left_whole(
 
 def _wanted(named: Named, mesh: Mesh | AbstractMesh) -> dict[str, list[int]]:
     """The dimensions of a parameter that each mesh axis may shard."""
-    # Rules that were written without a thought of these names leave them as they are.
+    # A user's rules may leave these names out; the table then holds for them.
     table = {**LOGICAL_AXES, **rules_in_use()}
     mapped = [() if name is None else mesh_axes([table.get(name)]) for name in named.names]
     large = (axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
@@ -126,7 +126,7 @@ def spec_in_use(names: Sequence[str | None], mesh: Mesh | AbstractMesh) -> Parti
 
 
 def in_use(stored: PartitionSpec, mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """The same of a parameter that is stored with another PartitionSpec."""
+    """The PartitionSpec, where it is used, of a parameter that is stored with `stored`."""
     kept = (tuple(a for a in mesh_axes([each]) if a not in _gathered(mesh)) for each in stored)
     return PartitionSpec(*(axes or None for axes in kept))
 
@@ -172,7 +172,7 @@ def num_shards(spec: Iterable[str | tuple[str, ...] | None], mesh: Mesh | Abstra
 
 
 def canonical(placed: jax.sharding.Sharding) -> Any:
-    """A form of a sharding that is equal for equal placements, of a NamedSharding its mesh axes.
+    """A form of a sharding that is equal for equal placements: for a NamedSharding, its mesh axes.
 
     XLA returns a spec that may name axes of size 1 or leave out trailing dimensions.
     """
@@ -202,9 +202,9 @@ def num_parts(*names: str | None) -> int:
 
 
 def num_copies() -> int:
-    """Into how many parts a batch is cut, outermost, by axes over which parameters are alike.
+    """Into how many parts the outermost axes cut a batch, if parameters are alike over them.
 
-    Such as several slices. 1 where no other axis cuts it, or none does.
+    Several slices are such parts. 1 where no other axis cuts the batch, or none at all.
     """
     mesh = jax.sharding.get_abstract_mesh()
     axes = mesh_axes(partition_spec(["batch"], mesh)) if is_sharding() else ()

@@ -1,6 +1,6 @@
 """Attention: one function in front of several kernels, the choice among them, and decoding's.
 
-A mesh that splits the tokens of a row is the matter of `context_parallel`, whatever the kernel.
+Where a mesh splits the tokens of a row, `context_parallel` sees to it, whatever the kernel.
 
 Legend of suffixes: B batch, T queries, S keys or slots of a cache, N query heads, K key-value
 heads, G query heads per key-value head, H head size.
@@ -53,8 +53,8 @@ def attention(
     - "splash" is JAX's flash kernel for TPUs, `jax.experimental.pallas.ops.tpu.splash_attention`;
       "splash_fused" computes the logits once in the backward pass, not twice, and keeps a gradient
       of the queries per block of keys: memory grows with the square of seq.
-    - "triton" is the zoo's flash kernel for GPUs, `zoo.nn.attention.triton`, which takes the time
-      of a row's documents.
+    - "triton" is the zoo's flash kernel for GPUs, `zoo.nn.attention.triton`, which takes no time
+      for pairs of documents.
     - "cudnn" is cuDNN's flash kernel, by `jax.nn.dot_product_attention`, the faster one for rows
       that are not packed: to that function segments are a mask of [seq, seq].
     - "chunked" is the zoo's own, in plain XLA: memory grows with seq, not its square, the program
@@ -92,7 +92,7 @@ def attention(
             kernel = Triton(mask, scale, soft_cap)
         elif implementation != "chunked":
             kernel = Splash(mask, scale, soft_cap, fused=implementation == "splash_fused")
-        # XLA splits rows and heads of its own products, but neither a kernel nor tokens.
+        # XLA splits its own products by rows and heads, but not by tokens, and no kernel.
         if implementation != "chunked" or num_parts("inner_seq") > 1:
             return on_each_device(kernel, q_BTNH, k_BSKH, v_BSKH, segment_ids, transfer, sinks)
         segments = None if segment_ids is None else (segment_ids, segment_ids)

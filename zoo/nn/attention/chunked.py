@@ -120,7 +120,7 @@ class Chunked(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """Chunks of `size` queries and keys, of as many as there are before padding."""
+    """Chunks of `size` queries and keys; their numbers are those before padding."""
 
     size: int
     num_queries: int
@@ -138,7 +138,7 @@ class Grid(NamedTuple):
         return pad_to_multiple(x, self.size)
 
     def pairs(self, mask: Mask) -> Int[Array, "pairs 2"]:
-        """The chunks of queries and of keys of which some query sees some key."""
+        """The pairs of chunks in which some query sees some key."""
         sizes = (self.num_queries, self.num_keys, mask, self.size, self.size)
         return jnp.array([*masks.pairs(self.first, *sizes)], jnp.int32).reshape(-1, 2)
 

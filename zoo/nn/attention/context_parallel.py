@@ -42,7 +42,7 @@ class Exchange(NamedTuple):
 
     @property
     def divides(self) -> bool:
-        """Whether each device gets as many heads of queries."""
+        """Whether each device gets the same number of query heads."""
         return self.heads % self.parts == 0
 
     @property
@@ -56,8 +56,8 @@ class Exchange(NamedTuple):
     def numbers(self, length: int) -> float:
         """Numbers that a device sends per row, forward and backward, per element of a head.
 
-        Of queries, keys, values and outputs of `length` tokens in all it keeps one part, and so
-        of their gradients: 4·(heads + copies·kv_heads)·(length/parts)·(parts-1)/parts.
+        It keeps one part of the queries, keys, values and outputs of `length` tokens in all, and of
+        their gradients: 4·(heads + copies·kv_heads)·(length/parts)·(parts-1)/parts.
         """
         sent = 4 * (self.heads + self.copies * self.kv_heads) * (length / self.parts)
         return sent * (self.parts - 1) / self.parts
@@ -207,7 +207,7 @@ class _Neighbours(NamedTuple):
         return run(kernel, q, self._seen(k), self._seen(v), segments, sinks)
 
     def _seen(self, x_BSKH: Array) -> Array:
-        """The keys or values that this device's queries see, and it has one part of."""
+        """The keys or values that this device's queries see, given the part of them that it has."""
         before = [self._sent(x_BSKH, self.before, far) for far in self._distances(self.before)]
         after = [self._sent(x_BSKH, self.after, -far) for far in self._distances(self.after)]
         pieces = [*reversed(before), x_BSKH, *after]

@@ -63,7 +63,7 @@ class Mask(NamedTuple):
         return seen
 
 
-NO_SEGMENT = np.iinfo(np.int32).min  # of what is padded around a row
+NO_SEGMENT = np.iinfo(np.int32).min  # of padding around a row
 Segments = tuple[Int[Array, "batch queries"], Int[Array, "batch keys"]]
 
 
@@ -79,7 +79,7 @@ def pad_to_multiple(x: Array, multiple: int, value: Any = 0) -> Array:
 def pairs(
     first: int, length: int, num_keys: int, mask: Mask, query_size: int, key_size: int
 ) -> Iterator[tuple[int, int]]:
-    """The blocks of queries, from position `first` on, and of keys of which some sees some."""
+    """The pairs of a block of queries, from `first` on, and one of keys that some of them see."""
     for query, start in enumerate(range(first, first + length, query_size)):
         stop = min(start + query_size, first + length)
         seen, end = mask.keys_of(start, stop, num_keys)
@@ -91,8 +91,8 @@ def pairs(
 class Kernel(Protocol):
     """Softmax attention on one device, under a mask by position and by segments.
 
-    Sums are those of the exponentials of a query's logits; they and the output may be of more keys
-    than a backward pass is given, whose gradients are then the part of the keys that it is given. A
+    Sums are those of the exponentials of a query's logits. They and the output may be of more keys
+    than a backward pass is given; it then gives the part of the gradients that its keys have. A
     query that sees none of the keys has a sum as good as zero.
     """
 

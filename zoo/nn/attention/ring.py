@@ -24,10 +24,10 @@ class Ring(NamedTuple):
     Backward they go around again, with their gradients in fp32. It is a kernel of all of a row's
     keys, given those of one part.
 
-    Causal queries, keys and values are cut in zigzag: the part of rank r is the stretches r and
-    2·parts-1-r of twice as many. So whoever has which part, the second stretch of queries sees all
-    of the first stretch of keys, and, if the keys' rank is the lower one, the first sees the first,
-    else the second the second: the same work for all at each step.
+    Causal queries, keys and values are cut in zigzag: of twice as many stretches, the part of rank
+    r has the stretches r and 2·parts-1-r. So whichever part is here, the second stretch of queries
+    sees all of the first stretch of keys; and if the keys' rank is the lower one, the first sees
+    the first, else the second sees the second: the same work for all at each step.
     """
 
     kernel: Kernel
@@ -125,7 +125,7 @@ class Ring(NamedTuple):
         return jax.lax.ppermute(tree, self.axes, ends)
 
     def _part(self, number: Array | int) -> Array:
-        """Whose keys and values are here after so many steps."""
+        """The part whose keys and values are here after so many steps."""
         return (jax.lax.axis_index(self.axes) - number) % self.parts
 
     def _rank(self, part: Array) -> Array:
@@ -133,7 +133,7 @@ class Ring(NamedTuple):
         return jnp.minimum(2 * part, 2 * self.parts - 1 - 2 * part)
 
     def _seen(self, number: Array, length: int) -> list[tuple[Array | int, Array | int, int]]:
-        """Queries and keys of another part of which all see all: their starts, and how many."""
+        """Queries that see all of another part's keys, and these: their starts, and how many."""
         if not self.causal:
             return [(0, 0, length)]
         half = length // 2
@@ -149,7 +149,7 @@ class Ring(NamedTuple):
         keys: Array | int,
         size: int,
     ) -> Segments | None:
-        """Of queries here and of keys that are here after so many steps, given the whole row's."""
+        """The segments of queries, and of the keys here after so many steps, from the row's."""
         if ids is None:
             return None
         return cut(self._ids(ids, 0), queries, size), cut(self._ids(ids, number), keys, size)

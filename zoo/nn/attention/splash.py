@@ -28,7 +28,7 @@ class Blocks(NamedTuple):
 
 
 def blocks_for(length: int, num_keys: int) -> Blocks:
-    """The blocks for queries and keys of a row: halved until they add an eighth of it at most.
+    """The blocks for queries and keys of a row: halved until they pad it by an eighth at most.
 
     Not measured yet on any chip: large enough that a kernel's time is in its products, small enough
     for the memory of the smallest core.
@@ -140,7 +140,7 @@ class Splash(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """The queries and the keys before padding, and the position of the first query among these."""
+    """The queries and keys before padding, and the first query's position among the keys."""
 
     length: int
     num_keys: int

@@ -48,7 +48,7 @@ class Tiling(NamedTuple):
 
     @staticmethod
     def of(head_dim: int) -> "Tiling":
-        """The quickest of some on an H200; for larger heads, what registers have room for."""
+        """The quickest of several on an H200; for larger heads, what registers have room for."""
         if head_dim <= 128:
             return Tiling(Blocks(128, 32, 4, 4), Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 2))
         return Tiling(Blocks(64, 32, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 64, 8, 2))

@@ -48,7 +48,7 @@ class RecurrenceConfig:
     """Let gated_deltanet write up to twice what it reads, so that a state may change its sign."""
     norm_eps: float | None = None
     """Constant that the norm of the output adds to the variance; that of the layer's other norms if
-    not given, and in a recurrent network 1e-6, or 1e-5 of mamba2."""
+    not given, and in a recurrent network 1e-6, or 1e-5 for mamba2."""
     chunk: int | None = may_differ(None)
     """Steps that are computed at once; 64 if not given, and 128 on a TPU."""
 
@@ -95,13 +95,13 @@ class Decay(NamedTuple):
     """Logarithms of the share of something that is left, -inf where another document begins."""
 
     within: Float[Array, "batch heads seq seq"]
-    """[t, s]: behind step t, of what step s has added; -inf if s comes later."""
+    """[t, s]: of what step s has added, behind step t; -inf if s comes later."""
     start: Float[Array, "batch heads seq"]
-    """Behind step t, of the state that the chunk starts with."""
+    """Of the state that the chunk starts with, behind step t."""
 
 
 def decay(log_decay_BTN: Float[Array, "batch seq heads"], marks: Marks) -> Decay:
-    """The decay over a chunk, of the logarithm of each step's factor."""
+    """The decay over a chunk, from the logarithm of each step's factor."""
     steps = jnp.arange(log_decay_BTN.shape[1])
     own = (steps[:, None] >= steps[None])[None, None]
     if marks.restart is not None:
@@ -113,10 +113,10 @@ def decay(log_decay_BTN: Float[Array, "batch seq heads"], marks: Marks) -> Decay
 
 
 def _between(log_BNT: Float[Array, "batch heads seq"]) -> Float[Array, "batch heads seq seq"]:
-    """[t, s]: the sum behind step s up to step t, as that from the start less that up to s.
+    """[t, s]: the sum behind step s up to step t: the sum from the start to t less that to s.
 
-    The difference alone would lose small numbers behind a large one. So each is cut at a place of
-    which all sums are exact in fp32, and what is below has sums of its own, and the gradient.
+    The difference alone would lose small numbers behind a large one. So each number is cut in two:
+    coarse parts, whose sums are exact in fp32, and the rest, with sums of its own and the gradient.
     """
     fixed = lax.stop_gradient(log_BNT)
     bound = 2 * log_BNT.shape[2] * jnp.abs(fixed).max(2, keepdims=True)
@@ -159,13 +159,13 @@ class Recurrence(NamedTuple):
     chunk: Callable[[PyTree, Any, Marks], tuple[PyTree, Array]]
     """The same of some steps at once."""
     open: Callable[[PyTree, Any], tuple[PyTree, Any]]
-    """The state and the steps by which a part is read to say what it makes of any state."""
+    """The state and the steps that a part is read with, to say what it makes of any state."""
     summary: Callable[[Part], PyTree]
     """The map of such a part from the state before it to the one behind it."""
     after: Callable[[PyTree, PyTree], PyTree]
-    """The state behind a part, of the state before it and the part's summary."""
+    """The state behind a part, from the state before it and the part's summary."""
     outputs: Callable[[PyTree, Part], Array]
-    """The part's outputs, of the state before it."""
+    """The part's outputs, from the state before it."""
 
 
 def in_chunks(
@@ -177,7 +177,7 @@ def in_chunks(
         state, out = recurrence.step(state, jax.tree.map(lambda x: x[:, 0], tokens))
         return state, out[:, None]
     size = config.chunk_size
-    # Products within a chunk are quicker to take again than to read, also on a CPU.
+    # Products within a chunk are quicker to compute again than to read, also on a CPU.
     chunks = None if seq <= size else Chunks(size, truncate=False, remat="full")
     return over_time(chunks, recurrence.chunk, state, tokens, marks)
 
@@ -189,7 +189,7 @@ class Convolution(eqx.Module):
     """
 
     weight: Float[Array, "taps heads head_dim"]
-    """The last tap is of the step itself."""
+    """The last tap is for the step itself."""
     bias: Float[Array, "heads head_dim"] | None
     axes: tuple[tuple[str, str], ...] = eqx.field(static=True)
 
@@ -232,7 +232,7 @@ class _Window(NamedTuple):
     first: Int[Array, "batch"] | None
     end: Int[Array, "batch"] | None
     document: Int[Array, "batch all"] | None
-    """The number of the document of each step, 0 for the one of before."""
+    """The number of each step's document, 0 for the one from before."""
 
     @classmethod
     def of(cls, marks: Marks, batch: int, seq: int, kept: int) -> "_Window":
@@ -257,7 +257,7 @@ class _Window(NamedTuple):
         return jnp.where(((index >= 0) & (index < self.kept))[..., None, None], moved, x)
 
     def shifted(self, inputs: Array, tap: int) -> Array:
-        """The inputs that a tap reads, of each step: zeros beyond its own document."""
+        """The inputs that a tap reads at each step: zeros beyond the step's own document."""
         x = inputs[:, tap : tap + self.seq]
         if self.document is None:
             return x
@@ -265,7 +265,7 @@ class _Window(NamedTuple):
         return _where(own, x)
 
     def last(self, inputs: Array) -> Array:
-        """The kept ones behind the row: of its last document alone."""
+        """The steps to keep behind the row: those of its last document alone."""
         if self.end is None:
             where = jnp.arange(self.seq, self.seq + self.kept)[None]
         else:

@@ -81,7 +81,7 @@ def chunk(
 
 
 def _open(state: State, tokens: Tokens) -> tuple[Opened, Tokens]:
-    """Zeros, and beside them the identity, of which the steps make the part's transition."""
+    """Zeros, and beside them the identity, which the steps turn into the part's transition."""
     keys = state.shape[2]
     identity = jnp.broadcast_to(jnp.eye(keys), (*state.shape[:3], keys))
     v = jnp.pad(tokens.v, ((0, 0), (0, 0), (0, 0), (0, keys)))

@@ -24,7 +24,7 @@ def make_marks(
     mask: Bool[Array, "batch seq"] | None,
     before: Int[Array, "batch"],
 ) -> tuple[tuple[Marks, Marks], Int[Array, "batch"]]:
-    """The marks of both directions, and the segment that each row ends in, from that `before`."""
+    """The marks of both directions, and the segment that each row ends in, given that `before`."""
     if segment_ids is None:
         return (Marks(mask), Marks(mask)), before
     ids = segment_ids if mask is None else jnp.where(mask, segment_ids, 0)

@@ -21,7 +21,7 @@ class MixerKind(NamedTuple):
     """Multiplications per step, of the settings, the widths of input and layer, and the steps of a
     chunk."""
     settings: tuple[str, ...]
-    """The fields of `RecurrenceConfig` that it has beside those of all."""
+    """The fields of `RecurrenceConfig` that it has beside the common ones."""
 
 
 MIXERS: dict[MixerName, MixerKind] = {

@@ -103,7 +103,7 @@ def _outputs_of(out: Array, largest: Array) -> Float[Array, "... outputs"]:
 
 
 def _normalised(outputs: Float[Array, "... outputs"]) -> Float[Array, "... values"]:
-    """Cᵀq over its normaliser: of Cᵀq, nᵀq and m side by side."""
+    """Cᵀq over its normaliser, from Cᵀq, nᵀq and m side by side."""
     out, size, largest = outputs[..., :-2], outputs[..., -2:-1], outputs[..., -1:]
     return out / (jnp.maximum(jnp.abs(size), jnp.exp(-largest)) + EPS)
 

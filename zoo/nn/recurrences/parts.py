@@ -1,8 +1,8 @@
 """Rows whose steps a mesh splits: each device recurs over its part at the same time as the others.
 
-A part is read from a state of zeros, and says what it makes of any other. Devices gather that, as
-small as a state, and each finds the one that its part begins with: none waits for another's steps,
-and no steps cross.
+A part is read from a state of zeros, and says what it makes of any other. Devices gather this
+summary, as small as a state, and each finds the state that its part begins with: none waits for
+another's steps, and no steps cross.
 """
 
 from typing import Any
