@@ -120,7 +120,7 @@ def main(arguments: list[str]) -> None:
     """Run the command that the arguments begin with; without any, list the models."""
     name, *rest = arguments or ["list"]
     if command := COMMANDS.get(name) or plugins.find("zoo.commands", name):
-        # Parsed alone: of several commands tyro's hints name others, or none.
+        # Parsed alone: with several commands, tyro's hints name other ones, or none.
         parse(command, f"python -m zoo {name}", rest)
         return
     tyro.extras.subcommand_cli_from_dict(

@@ -1,6 +1,6 @@
 """Recurrent cells, such as LSTM and GRU, in one table. A new cell is an entry in it.
 
-One whose state is a matrix is a layer of its own, in the table `zoo.nn.recurrences.mixers`. Any
+A cell whose state is a matrix is a layer of its own, in the table `zoo.nn.recurrences.mixers`. Any
 other computes with its terms, the inputs of its non-linearities: each is a gate of the input (a
 product with `weight_ih`), one of the state (with `weight_hh`), or their sum, plus a bias.
 

@@ -121,7 +121,7 @@ class Config:
 def num_flops_per_token(config: Config) -> float:
     """Floating-point operations of training per token: six per weight in a product.
 
-    Of cells with a matrix as state, for rows of whole chunks.
+    For cells with a matrix as state, it is that of rows of whole chunks.
     """
     hidden = config.hidden_size
     if config.cell in MIXERS:

@@ -88,8 +88,8 @@ class State(eqx.Module):
     """The state of a network at the end of a stretch of its rows, to continue from."""
 
     layers: tuple[tuple[PyTree, ...], ...]
-    """By layer and direction, float32[batch, …]: (h, c) of an LSTM; of a cell whose state is a
-    matrix, what its layer says; (h,) of the others."""
+    """By layer and direction, float32[batch, …]: (h, c) of an LSTM, (h,) of other cells, and of one
+    whose state is a matrix what its layer says."""
     segment_ids: Int[Array, "batch"]
     """The segment that each row is in; 0 before the first."""
 
@@ -199,9 +199,9 @@ class RNN(CastsInputs):
         """The input of the output head at each step, or with a pooling one vector per row.
 
         `segment_ids` tells the packed documents of a row apart (0 is padding): each begins with a
-        state of zeros. `mask` is False at padding, which no state and no other output depends on,
-        and which may lie anywhere in a row (a cell with a convolution reads zeros there, so that it
-        has to lie around documents). `positions` make no difference here. A `key` turns dropout on.
+        state of zeros. `mask` is False at padding, on which no state and no other output depends.
+        It may lie anywhere in a row, but only around documents for a cell with a convolution, which
+        reads zeros there. `positions` make no difference here. A `key` turns dropout on.
 
         Raises:
             ValueError: implementation="cudnn" where it does not apply, with the reason.
@@ -327,7 +327,7 @@ class RNN(CastsInputs):
 def _run_mixer(
     mixer: Mixer, reverse: bool, state: PyTree, x_BTI: Array, marks: Marks
 ) -> tuple[PyTree, Float[Array, "batch seq hidden"]]:
-    """As `recur`, a layer of a cell whose state is a matrix."""
+    """As `recur`, for a cell whose state is a matrix."""
     turn = lambda x: x[:, ::-1] if reverse else x  # noqa: E731
     state, y_BTH = mixer(turn(x_BTI), state, jax.tree.map(turn, marks))
     return state, turn(y_BTH)

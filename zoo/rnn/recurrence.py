@@ -197,7 +197,7 @@ def _bits(x: Array) -> Array:
 
 
 def _values(x: Array, dtype: DTypeLike) -> Array:
-    """The array of which these are the bits."""
+    """The array that has these bits."""
     return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 

@@ -158,7 +158,7 @@ def _norm_heads(
 
 
 class XIELU(eqx.Module):
-    """An activation of which two factors are learned (Huang & Schlag 2024, xIELU).
+    """An activation with two learned factors (Huang & Schlag 2024, xIELU).
 
     The slope at zero and the bound of the exponential are as stored, and have no gradient.
     """
@@ -217,7 +217,7 @@ class MLP(eqx.Module):
 
 
 def make_recurrence(config: Config, *, key: Key[Array, ""]) -> Mixer:
-    """The recurrence of a layer, whose output is divided as attention's is."""
+    """The recurrence of a layer, with its output matrix divided as attention's is."""
     kind, width = config.mixer.kind, config.d_model
     assert kind is not None
     settings = config.mixer.recurrence
@@ -243,7 +243,7 @@ def _shared_gate(config: Config, *, key: Key[Array, ""]) -> Float[Array, "embed 
 
 
 def _layer_scale(config: Config, *, key: Key[Array, ""]) -> Float[Array, "embed"]:
-    """The start of the factors of what a part adds."""
+    """The initial factors of what a part adds."""
     assert config.residual.layer_scale is not None
     return jnp.full(config.d_model, config.residual.layer_scale)
 
@@ -276,7 +276,7 @@ class Block(eqx.Module):
     dropout: float = eqx.field(static=True)
 
     def __init__(self, config: Config):
-        """A layer without parts, of which `Config.parts` says who has which."""
+        """A layer without parts; `Config.parts` says which layers have which."""
         self.attention = self.recurrence = None
         self.mlp = self.dense_mlp = self.shared_mlp = self.shared_gate = None
         self.attention_norm = self.attention_out_norm = self.mlp_norm = self.mlp_out_norm = None
@@ -287,7 +287,7 @@ class Block(eqx.Module):
 
     @staticmethod
     def stacked(config: Config, *, key: Key[Array, ""]) -> "Block":
-        """All layers as one, their arrays along axis 0: a part's, of the layers that have it."""
+        """All layers as one, stacked along axis 0; a part's arrays are those of its layers."""
         mixer_keys, mlp_keys = jax.vmap(jax.random.split, out_axes=1)(
             jax.random.split(key, config.num_layers)
         )

@@ -163,7 +163,7 @@ class Config:
         )
 
     def _check_latent(self, attention: AttentionConfig, latent: LatentConfig) -> None:
-        """Refuse what latent attention has not."""
+        """Refuse settings that latent attention lacks."""
         names = ("qkv_bias", "qk_norm", "output_gate", "sinks", "num_kv_heads")
         for name in names:
             value, none = getattr(attention, name), getattr(AttentionConfig, name)
@@ -309,7 +309,7 @@ class Config:
 
     @property
     def own(self) -> dict[str, tuple[int, ...]]:
-        """The layers that have each part that not all have, for `scan_layers`."""
+        """The layers of each part that only some of them have, for `scan_layers`."""
         parts = self.parts.items()
         return {name: layers for name, layers in parts if len(layers) < self.num_layers}
 

@@ -10,8 +10,8 @@ splits the batch too have other tokens and other experts: they exchange one or t
   uneven the load: where they do not fit, tokens go in rounds, of which each fits even if all of its
   rows go to one device.
 
-With t devices and c choices of a token the first moves t / c of the bytes of the second, and has
-room for t times a device's even share of the rows, the second for a buffer.
+With t devices and c choices per token, all_reduce moves t / c of the bytes of all_to_all, and has
+room for t times a device's even share of the rows, where all_to_all has a buffer.
 
 Legend of suffixes: B batch, T time, E embed, N tokens, C a token's choices, R routed rows,
 X experts of a device, S sources and D destinations.
@@ -127,7 +127,7 @@ def apply_experts(
 
 
 def dispatch_for(dispatch: Dispatch, parts: int, choices: int, kind: str) -> Dispatch:
-    """The dispatch over so many parts of the tokens, on devices of a kind, where "auto" is asked.
+    """The dispatch over so many parts of the tokens on devices of a kind; "auto" is decided.
 
     Raises:
         ValueError: a kind of device that has no such exchange.
@@ -171,7 +171,7 @@ def _for_all(
     x_BTE, _, chosen_BTC = routed
     num_local, choices = matrices[0].shape[0], chosen_BTC.shape[-1]
     expert_R = chosen_BTC.reshape(-1) - first_expert
-    # Rows for the experts of other devices go behind all groups, and are computed by nobody here.
+    # Rows for the experts of other devices go behind all groups, and are not computed here.
     expert_R = jnp.where((expert_R >= 0) & (expert_R < num_local), expert_R, num_local)
     order, sizes_X = _in_order(expert_R, num_local)
     mine_R1 = (jnp.arange(len(expert_R), dtype=jnp.int32) < sizes_X.sum())[:, None]
@@ -245,7 +245,8 @@ def _one_round(
 ) -> Float[Array, "tokens embed"]:
     """Rows sent to the devices of their experts, multiplied there, and sent back.
 
-    That is if each device has `room` for the rows that it gets, as `fits` says.
+    Only if `fits`, which says that each device has `room` for the rows that it gets; else none is
+    sent.
     """
     num_local, choices = matrices[0].shape[0], routed.chosen.shape[-1]
     device_R, expert_R = jnp.divmod(routed.chosen.reshape(-1), num_local)
@@ -269,9 +270,9 @@ def _one_round(
 
 
 def _share(rows: int, room: int) -> str:
-    """The name that tells a plan that so many of a device's rows go to its experts.
+    """The name that tells a plan how many of a device's rows go to its experts under an even load.
 
-    That is with an even load. The kernel leaves out the tiles of the others.
+    The kernel leaves out the tiles of the others.
     """
     return f"runs_{rows}_of_{room}_steps"
 
@@ -307,7 +308,7 @@ def _begins(sizes_AB: Int[Array, "outer inner"]) -> Int[Array, "outer inner"]:
 
 
 def _kept(orders: T) -> T:
-    """The same under the name of what is never computed again: sorting takes longer."""
+    """The same under the name of what remat always keeps: sorting again takes longer."""
     return jax.tree.map(lambda x: checkpoint_name(x, KEPT), orders)
 
 
@@ -365,8 +366,8 @@ _summed.defvjp(_summed_forward, _summed_backward)
 def _exchange(x_RE: Array, sizes_SD: Array, axes: tuple[str, ...], room: int) -> Array:
     """The rows that all devices have for this one, in the order of the devices, then zeros.
 
-    Each has its rows in the order of their destinations; `sizes_SD` says how many go from where to
-    where. With that transposed it is its own inverse.
+    Each has its rows in the order of their destinations; `sizes_SD` says how many go from each
+    source to each destination. With it transposed, the exchange is its own inverse.
     """
     here = jax.lax.axis_index(axes)
     sent_D, got_S = sizes_SD[here], sizes_SD[:, here]
@@ -376,7 +377,7 @@ def _exchange(x_RE: Array, sizes_SD: Array, axes: tuple[str, ...], room: int) ->
         out_RE = jnp.zeros((room, x_RE.shape[1]), x_RE.dtype)
         offsets = (starts_SD[here], sent_D, ends_SD[here], got_S)
         return jax.lax.ragged_all_to_all(x_RE, out_RE, *offsets, axis_name=axes)
-    # XLA for CPU has no such exchange: all rows of all devices, of which it takes its own.
+    # XLA for CPU has no such exchange: each device gathers all rows, and takes its own.
     x_SRE = jax.lax.all_gather(x_RE, axes)
     source_R = jnp.repeat(jnp.arange(len(got_S), dtype=jnp.int32), got_S, total_repeat_length=room)
     index_R = jnp.arange(room, dtype=jnp.int32)
@@ -388,7 +389,7 @@ def _exchange(x_RE: Array, sizes_SD: Array, axes: tuple[str, ...], room: int) ->
 def _exchange_forward(
     x_RE: Array, sizes_SD: Array, axes: tuple[str, ...], room: int
 ) -> tuple[Array, tuple[Array, Array]]:
-    # The rows only for their number.
+    # Of the rows, only their number is needed.
     return _exchange(x_RE, sizes_SD, axes, room), (sizes_SD, x_RE[:, :0])
 
 

@@ -29,7 +29,7 @@ class EncoderConfig:
     position_offset: int = 0
     """Rows of the table of positions before the first position's (RoBERTa)."""
     mask_id: int | None = None
-    """Id of a mask whose embedding is zero, the other tokens' being scaled up for it (ESM-2)."""
+    """Id of a mask whose embedding is zero; those of other tokens are scaled up for it (ESM-2)."""
     first_norm: bool = True
     """A norm before the attention of the first layer, as of the others (not in ModernBERT)."""
     head: Literal["linear", "transformed", "none"] = "linear"
@@ -70,7 +70,7 @@ def without_masked(
 ) -> Float[Array, "batch seq embed"]:
     """The embedding with zeros in the places of masks, the rest scaled up for them, per text.
 
-    By what was kept in ESM-2's training over what is kept here, as if it were dropout.
+    The factor is the share kept in ESM-2's training over the share kept here, as for dropout.
     """
     length = x_BTE.shape[1]
     if segment_ids is None:
@@ -94,7 +94,7 @@ def embed(
     """A vector of length one per text, float32[batch, d_model]: the mean over its tokens, normed.
 
     `mask` is False at padding. The dot product of two is their cosine similarity (Reimers &
-    Gurevych 2019), as of MiniLM.
+    Gurevych 2019), as for MiniLM.
     """
     x_BTE = model.without_head().hidden(tokens, mask=mask).astype(jnp.float32)
     counted_BT1 = mask.astype(jnp.float32)[:, :, None]

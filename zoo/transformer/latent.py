@@ -29,9 +29,9 @@ class LatentAttention(eqx.Module):
     """Self-attention whose keys and values come from a latent vector (DeepSeek-AI 2024).
 
     The first features of a head's query rotate, and meet one key that all heads share; the others
-    meet the head's own key. A cache keeps the latent vector and the shared key alone: `absorbed`,
-    queries are multiplied by the matrix of keys, and outputs by that of values, in the place of
-    what is kept.
+    meet the head's own key. A cache keeps the latent vector and the shared key alone: when
+    `absorbed`, queries are multiplied by the matrix of keys and outputs by that of values, rather
+    than what is kept.
     """
 
     wq: Float[Array, "embed heads head_dim"] | Operand | None

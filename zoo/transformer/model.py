@@ -31,7 +31,7 @@ class Options(SequenceOptions, total=False):
     """The optional inputs of a transformer."""
 
     token_types: Int[Array, "batch seq"] | None
-    """Kinds of tokens, of a model that has them; 0 if not given."""
+    """Kinds of tokens, for a model that has them; 0 if not given."""
 
 
 class Transformer(CastsAtUse):

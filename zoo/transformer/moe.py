@@ -93,7 +93,7 @@ def _gated_mlps(
     w_down: Float[Array, "local_experts mlp embed"],
     *biases_and_sizes: Array,
 ) -> Float[Array, "rows embed"]:
-    """Each row by the expert that it is for, in whose order they are, as many as sizes say."""
+    """Each row through its expert's MLP: rows in the order of the experts, as many as sizes say."""
     *biases, sizes_X = biases_and_sizes
     gate = grouped_product(rows_RE, w_gate, sizes_X)
     up = grouped_product(rows_RE, w_up, sizes_X)
@@ -168,8 +168,8 @@ def balance(
 
     The load of a row is `weight · experts · Σ f·p`, with f the share of its choices that an expert
     gets and p the expert's mean probability (Fedus et al. 2021, equations 4 to 6; per row as in
-    DeepSeek-V3, 2024), both weighted: `weight` where it is even. As a sum over rows it does not
-    depend on how a batch is cut.
+    DeepSeek-V3, 2024), both weighted: `weight` where the load is even. As a sum over rows it does
+    not depend on how a batch is cut.
     """
     num_experts, choices = logits_BTX.shape[-1], route.chosen.shape[-1]
     z_BT = jnp.square(jax.nn.logsumexp(logits_BTX, axis=-1))

@@ -72,7 +72,7 @@ class VisionConfig:
     qkv_bias: bool = True
     """Biases on queries, keys and values."""
     key_bias: bool = True
-    """The one on keys (not in DINOv3)."""
+    """The bias on keys, where queries and values have theirs (not in DINOv3)."""
     layer_scale: float | None = None
     """Initial value of a learned factor per feature (LayerScale, Touvron et al. 2021)."""
     dropout: float = of_training(0.0)

@@ -110,8 +110,8 @@ def per_example(
     """The loss and gradient of each example: `losses, gradients = f(model, batch, key)`.
 
     `losses` is float32[batch], the summed loss of each row; each leaf of `gradients` is [batch, …],
-    and their sum over the batch is the gradient of the batch's summed loss. That is as many times
-    the memory of the parameters as the batch has rows.
+    and their sum over the batch is the gradient of the batch's summed loss. That takes the memory
+    of the parameters once per row.
     """
 
     def losses_and_gradients(

@@ -48,7 +48,7 @@ class Config:
     tokens: tuple[int, ...] = ()
     """Ids of tokens whose rows in the embedding are trained too, as of new tokens."""
     whole: tuple[str, ...] = ()
-    """Paths of the embedding and the head where the whole of them is trained too."""
+    """Paths of the embedding or the head, to train the whole of them too."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -189,7 +189,7 @@ class Adapted(Operand):
         return dropout(x, self.dropout, jax.random.fold_in(key, self.seed))
 
     def _with_lengths(self, y: Float[Array, "..."]) -> Float[Array, "..."]:
-        """A product with the sum of both matrices, as one with columns of the trained lengths."""
+        """A product with the sum of both matrices, scaled to columns of the trained lengths."""
         if self.magnitude is None:
             return y
         factor = self.magnitude / jax.lax.stop_gradient(_lengths(self._sum(), self._inputs))

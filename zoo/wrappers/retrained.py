@@ -19,7 +19,7 @@ from zoo.sharding.axes import Named, keystr, map_parameters
 
 
 class Retrained(Operand):
-    """A matrix of which rows, or all, have trained values, which begin as the matrix's own."""
+    """A matrix with trained values in some of its rows, or in all, which begin as its own."""
 
     weight: Float[Array, "*matrix"] | Operand
     new: Float[Array, "*new"]
@@ -87,9 +87,9 @@ def retrained(weight: Array | Operand, named: Named, ids: Sequence[int] | None) 
 def retrained_in(
     model: PyTree, tokens: tuple[int, ...], whole: Sequence[str]
 ) -> dict[str, tuple[int, ...] | None]:
-    """The paths in a skeleton of what is retrained, with the ids of its rows, or None of all.
+    """The paths in a skeleton of what is retrained, with the ids of its rows, or None for all.
 
-    They are the embedding, of `tokens`, and an embedding or a head of a path in `whole`.
+    They are the embedding, for `tokens`, and any embedding or head with a path in `whole`.
 
     Raises:
         ValueError: there is no such matrix, or row, or an embedding would be both.
