@@ -38,7 +38,7 @@ class Chip:
     def seconds(self, flops: float, int8: float = 0.0) -> float:
         """The least time of so many FLOPs, of which `int8` are of int8; 0 where no peak is known.
 
-        At the peak of bf16 where that of int8 is not known.
+        int8 counts at the peak of bf16 where its own is not known.
         """
         if self.flops is None:
             return 0.0
@@ -122,8 +122,8 @@ def peak_flops(device: jax.Device, dtype: Precision) -> float | None:
     """The published dense peak of a device in FLOP/s; None where it is not known, as on a CPU.
 
     fp32 is the peak outside the tensor cores. JAX computes fp32 products on recent GPUs as TF32
-    unless told otherwise, and may then be several times faster. That of int8 is bf16's, by which
-    runs in both compare.
+    unless told otherwise, and may then be several times faster. For int8 it is bf16's, so that runs
+    in both compare.
     """
     for pattern, peaks, _ in _LINES:
         if pattern.search(device.device_kind):

@@ -1,8 +1,8 @@
 """A loss over large logits, one chunk of time after another, with its gradient computed forward.
 
-The gradient of a sum is known up to a factor as soon as the logits are; keeping it in their place
-takes a matrix and no logits, and no product is run twice. (Liger Kernel, Hsu et al. 2024, does so.)
-In fp16 that factor holds the loss scale, without which a gradient may be too large or too small to
+The gradient of a sum is known up to a factor as soon as the logits are; keeping it in place of the
+logits takes a matrix, and no product is run twice (as in the Liger Kernel, Hsu et al. 2024). In
+fp16 that factor holds the loss scale, without which a gradient may be too large or too small to
 keep: there the backward pass computes it, for one more product.
 
 Legend of suffixes: C chunks, P parts that the mesh cuts a batch and its rows into, R rows of a
@@ -43,12 +43,12 @@ def chunked(
     return total, jax.lax.stop_gradient(sums)
 
 
-# A chunk has as much of each part as of any other, which its device cuts for itself.
+# A chunk has an equal stretch of each part, which its device cuts for itself.
 PARTS = ("batch", "inner_seq")
 
 
 def cut(x: Array, count: int) -> Array:
-    """[chunks, parts, rows, time, …] of [batch, seq, …]."""
+    """From [batch, seq, …] to [chunks, parts, rows, time, …]."""
     of_batch, of_time = map(sharding.num_parts, PARTS)
     rows, time = x.shape[0] // of_batch, x.shape[1] // (of_time * count)
     x = x.reshape(of_batch, rows, of_time, count, time, *x.shape[2:])
@@ -71,7 +71,7 @@ def chunked_values(
 
 
 def joined(x_CPRT: Array) -> Array:
-    """[batch, seq] of [chunks, parts, rows, time], as `cut` made them."""
+    """From [chunks, parts, rows, time], as `cut` made them, to [batch, seq]."""
     of_batch, of_time = map(sharding.num_parts, PARTS)
     count, _, rows, time = x_CPRT.shape
     x = jnp.moveaxis(x_CPRT.reshape(count, of_batch, of_time, rows, time), (0, 2), (3, 2))
@@ -96,7 +96,7 @@ def _added(sums: PyTree) -> PyTree:
 
 
 def each_part(function: Callable) -> Callable:
-    """The function, for each part of a batch where that part is."""
+    """The function, for each part of a batch on the devices that have it."""
 
     def mapped(readout: PyTree, *chunk: PyTree) -> Any:
         with sharding.mapped(*PARTS) as axes:
@@ -112,8 +112,8 @@ def _gradients(
 ) -> tuple[tuple[Array, PyTree], tuple]:
     """The total and the sums, and the gradients of `factor` times the total.
 
-    Those of the readout are for each part by itself.
-    `inputs` begin with the readout's trained parameters and its frozen ones, which have none.
+    The readout's are for each part by itself. `inputs` begin with the readout's trained parameters
+    and its frozen ones, which have none.
     """
     trained, frozen, x_CPRTE, targets, weights = inputs
 

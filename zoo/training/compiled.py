@@ -37,16 +37,16 @@ _NO_WINDOWS: Options = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_0
 FLAG_SETS: dict[str, dict[Flags, Options]] = {
     "tpu": {
         "no_windows": _NO_WINDOWS,
-        # Gradients are then an all-reduce that keeps a part, which needs them in a layout of which
-        # the part is contiguous; else they are copied first. As MaxText's recipes for v6e.
+        # An all-reduce of gradients then keeps a part, which has to be contiguous in their layout;
+        # else they are copied first. As in MaxText's recipes for v6e.
         "scatter_layouts": {
             **_NO_WINDOWS,
             "xla_tpu_use_minor_sharding_for_major_trivial_input": True,
             "xla_tpu_relayout_group_size_threshold_for_reduce_scatter": 1,
             "xla_tpu_assign_all_reduce_scatter_layout": True,
         },
-        # Else libtpu writes a gather that runs beside products as the all-reduce of what is zero
-        # but for a part, which sends twice as much: on tpu7x those of all layers.
+        # Else libtpu makes of a gather that runs beside products an all-reduce of arrays that are
+        # zero but for a part, which sends twice as much: on tpu7x in every layer.
         "gathers": {"xla_tpu_prefer_async_allgather_to_allreduce": True},
     },
     "gpu": {
@@ -82,7 +82,7 @@ class CompiledStep:
     """A step function, compiled once per bucket (a set of batch shapes), and never by accident.
 
     `step(state, batch)` compiles at the first call if `compile` was not called before; from then
-    on, anything else than what was compiled raises a RecompilationError that names the difference.
+    on, anything other than what was compiled raises a RecompilationError that names the difference.
     A call returns before the device has finished, with `IN_FLIGHT` steps under way at most.
     """
 
@@ -133,7 +133,7 @@ class CompiledStep:
         return [each.compiled for each in self._compiled.values()]
 
     def trace(self, state: PyTree, batch: PyTree) -> jax.stages.Traced:
-        """The same program before it is compiled, of abstract arrays, such as `abstract_state`'s.
+        """The program before it is compiled, from abstract arrays such as `abstract_state`'s.
 
         Nothing is allocated, and the mesh may be of devices that this machine does not have.
         """
@@ -145,8 +145,8 @@ class CompiledStep:
 
         Raises:
             RecompilationError: a state or batch unlike those compiled for, before any compute.
-            ValueError: a state that an earlier call took the buffers of, or a value in an array of
-                numpy that no step can use.
+            ValueError: a state whose buffers an earlier call took, or an array of numpy with a
+                value that no step can use.
         """
         check_values(batch, self.accepted(state))
         batch = self._place(batch)
@@ -271,7 +271,7 @@ class Program:
         self._of_batch = [i for i in arrays if i >= num_state]
         rest = [None if is_parameter(x) else x for x in leaves]
 
-        # The state's first: JAX names a result's placement as it does that of the first like it.
+        # The state's first: JAX names a result's placement like the first argument's with the same.
         def flat(of_state: list[Array], of_batch: list[Array]) -> list[Array]:
             given = list(rest)
             for places, values in ((self._of_state, of_state), (self._of_batch, of_batch)):

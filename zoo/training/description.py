@@ -33,20 +33,20 @@ class Training:
     data: Dataset
     """Batch k as a function of k."""
     evaluate: Evaluate | Dataset
-    """Held-out data, for the means of the loss function; or from a model to held-out metrics, and
-    given True over the whole held-out part."""
+    """Held-out data, for the means of the loss function; or a function from a model to held-out
+    metrics, which given True too are those of the whole held-out part."""
     fingerprint: str = ""
-    """Text that differs where the data do, with which a run refuses to resume; empty is the data's
-    own, `zoo.data.datasets.fingerprint`."""
+    """Text that differs where the data do, as a run refuses to resume with others; if empty, the
+    data's own, `zoo.data.datasets.fingerprint`."""
     schedule: optax.Schedule | None = None
     """The optimizer's learning rate by its updates, to be logged."""
     flops_per_token: float | None = None
     """FLOPs of the maths per unit of the data (a token, an example), forward and backward."""
     clips: bool = True
-    """Clip the gradient's global norm; False where the optimizer does by the same flag, as an
-    ensemble's. A run that clips nothing has the flag at None."""
+    """Clip the gradient's global norm; False where the optimizer does so by the same flag, as an
+    ensemble's does. A run that clips nothing has the flag at None."""
     trainable: Trainable | None = None
-    """From a model to a tree of booleans like it: the rest stays as it is."""
+    """From a model to a tree of booleans like it: what is trained; the rest stays as it is."""
     pretrained: PyTree = None
     """A model to begin with, or a `Pretrained`, which is evaluated before the first step."""
     axes: sharding.Axes | None = None

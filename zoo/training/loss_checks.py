@@ -1,8 +1,8 @@
 """Checks of a loss beside its maths: of the values of each batch, and once of what it computes.
 
-Before the first step of a training the totals and weights of some rows and of two copies of them
-are compared. And products of two dtypes are found, which JAX computes in the wider one, and says
-nothing.
+Before the first step of a training the totals and weights of some rows are compared with those of
+two copies of them. And products of two dtypes are found, which JAX computes in the wider one
+without a word.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ from zoo.training.state import TrainState
 logger = logging.getLogger(__name__)
 ROWS = 2  # of the comparison, at least: some losses squeeze an axis of one
 
-# A comparison is computed once, and compiled for longer than it is computed.
+# A comparison runs once, and takes longer to compile than to run.
 QUICK_TO_COMPILE: dict[str, dict[str, Any]] = {"cpu": {"xla_backend_optimization_level": 0}}
 
 PRODUCTS = {"dot_general", "conv_general_dilated"}
@@ -58,7 +58,7 @@ class PrecisionWarning(UserWarning):
 
 
 class Checks:
-    """The checks of a step of a loss; that of its sums is for a step that trains."""
+    """The checks of a loss's step; the one of its sums is for a step that trains."""
 
     def __init__(
         self, loss_fn: LossFunction, precision: Precision | str, clip_norm: float | None = None
@@ -97,7 +97,7 @@ class Checks:
                 warnings.warn_explicit(text, LossWarning, *place)
 
     def clipping(self, metrics: dict[str, Array]) -> None:
-        """Say once, of the metrics of the first step, that its gradient was clipped."""
+        """Say once, from the first step's metrics, that its gradient was clipped."""
         limit, self._clip_norm = self._clip_norm, None
         if limit is not None and jax.process_index() == 0:
             norm = float(metrics["grad_norm"])
@@ -108,10 +108,11 @@ class Checks:
     def dtypes(self, model: PyTree, batch: PyTree, key: Array | None) -> None:
         """Give PrecisionWarnings, once, from the trace of the loss alone: nothing is computed.
 
-        There is one for each line of a product in fp32 of which one operand comes from bf16 or fp16
-        by casts and moves alone, and the other does not: so parameters in the compute dtype meet an
-        activation in fp32. Two operands that were both cast to fp32 do not count, as that is
-        deliberate. And there is one for a total or a weight that was summed up in bf16 or fp16.
+        There is one for each line with a product in fp32 of which one operand comes from bf16 or
+        fp16 by casts and moves alone, and the other does not, as where parameters in the compute
+        dtype meet an activation in fp32. Two operands that were both cast to fp32 do not count, as
+        that is deliberate. And there is one for a total or a weight that was summed up in bf16 or
+        fp16.
 
         Raises:
             ValueError: a scheme, such as "int8", for a model without a matrix to multiply so.
@@ -175,9 +176,9 @@ def compared(
 
 
 class _Origin(NamedTuple):
-    """The narrowest dtype that a value had, and the argument that it is."""
+    """The narrowest dtype that a value had, and the argument that it comes from."""
 
-    dtype: Any  # None of what is no array
+    dtype: Any  # None for what is no array
     name: str = ""
 
     @property
@@ -217,7 +218,7 @@ def _visit(jaxpr: Any, inputs: list[_Origin], found: list[tuple[str, str, int]])
         results: list[_Origin] = []
         # Not of a kernel, whose products are as its author chose them.
         for inner in () if name == "pallas_call" else core.jaxprs_in_params(equation.params):
-            # A branch has an operand in front of its own, and a loop may have.
+            # A branch has an operand in front of its own, and a loop may have some.
             given = operands[len(operands) - len(inner.invars) :]
             fits = len(given) == len(inner.invars)
             own = [_Origin(getattr(x.aval, "dtype", None)) for x in inner.invars]
@@ -246,7 +247,7 @@ def _mixed(equation: Any, operands: list[_Origin]) -> str | None:
 
 
 def _place(equation: Any) -> tuple[str, int]:
-    """The file and the line that an equation, if any, is of, outside of JAX and Equinox."""
+    """The file and the line of an equation, if any, outside of JAX and Equinox."""
     trace = equation and equation.source_info.traceback
     frames = traceback.extract_tb(trace.as_python_traceback()) if trace else []
     for frame in reversed(frames):

@@ -15,7 +15,7 @@ from zoo.nn.precision import KEPT, Precision, cast_inputs, in_precision
 from zoo.nn.stateful import is_state, states, with_states
 from zoo.training.state import described, difference
 
-# Of a model with States it returns the new ones as a fourth value.
+# For a model with States it returns the new ones as a fourth value.
 LossFunction = Callable[[Any, Any, Any], tuple[Any, ...]]
 
 EVAL_NAMES = frozenset({"loss", "tokens"})  # of the sums, which a loss's own may not have
@@ -116,7 +116,7 @@ def accepted_by(loss_fn: Any, model: PyTree) -> Accepted:
     stated: dict[str, Any] = {}
     for each in reversed(unwrapped(loss_fn)):
         stated |= getattr(each, "accepts", {})
-    # A number is the model's or one of a model that it holds, or in a `config`.
+    # A number is the model's, or that of a model that it holds, or of a `config`.
     nodes = jax.tree.leaves(model, is_leaf=lambda x: hasattr(x, "config"))
     holders = [x for node in nodes if hasattr(node, "config") for x in (node, node.config)]
     found: dict[str, Ids | None] = {}

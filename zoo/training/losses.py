@@ -49,9 +49,10 @@ def of_whole_batch(loss_fn: Function) -> Function:
 def accepts(**values: range | str | tuple[str, ...] | None) -> Callable[[Function], Function]:
     """A decorator of a loss: the values that entries of its batches may have, which are checked.
 
-    Integers are in a range, as `labels=range(10)`; or in that of a number which the model or its
-    `config` has by one of the names given, as `tokens="vocab_size"`. None is for any value: nan and
-    infinity are refused in every other entry. Targets and labels may be anything at a weight of 0.
+    Integers are in a range, as in `labels=range(10)`; or in that of a number which the model or its
+    `config` has under one of the names given, as in `tokens="vocab_size"`. None allows any value;
+    every other entry may hold neither nan nor infinity. Targets and labels may be anything at a
+    weight of 0.
     """
 
     def decorate(loss_fn: Function) -> Function:
@@ -90,7 +91,7 @@ def _token_losses_backward(residuals: tuple, g: Array) -> tuple[Array, None]:
     logits, targets, log_sum = residuals
     probabilities = jnp.exp(logits.astype(jnp.float32) - log_sum[..., None])
     one_hot = _is_target(logits, targets).astype(jnp.float32)
-    # Where nothing depends on the loss, logits that are not finite are no matter.
+    # Where nothing depends on the loss, logits that are not finite do not matter.
     gradient = jnp.where(g[..., None] == 0, 0.0, (probabilities - one_hot) * g[..., None])
     return gradient.astype(logits.dtype), None
 
@@ -105,8 +106,8 @@ def cross_entropy(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Weighted cross-entropy in nats, reduced in fp32: the summed loss and the summed weight.
 
-    With the vocabulary sharded over a mesh axis, only scalars per token cross the network.
-    A position of weight 0 counts nothing, whatever its logits and target are.
+    With the vocabulary sharded over a mesh axis, only scalars per token cross the network. A
+    position of weight 0 counts for nothing, whatever its logits and target are.
     """
     return weighted_losses(logits, targets, weights).sum(), weights.sum()
 
@@ -194,8 +195,8 @@ def per_source(
     """`next_token`, or `balanced_next_token`, with the mean loss of each source of a mixture.
 
     The batch has `source`, int32[batch], the index of each row's source in `names`. The metrics
-    have `name/loss` of each, nan where the batch has no target of it; without an auxiliary loss.
-    Any other loss is as it was, without such metrics.
+    have `name/loss` for each, without an auxiliary loss, and nan where the batch has no target of
+    it. Any other loss is as it was, without such metrics.
     """
 
     @functools.wraps(loss_fn)
@@ -236,12 +237,12 @@ def _token_sums(
 
 
 def _bytes(logits: jax.ShapeDtypeStruct) -> int:
-    """A device's of logits [batch, seq, vocab] in fp32."""
+    """The bytes of a device's logits, [batch, seq, vocab], in fp32."""
     return 4 * logits.size // sharding.num_parts("batch", "inner_seq", "vocab")
 
 
 def num_chunks(logits: jax.ShapeDtypeStruct, copies: int = 1) -> int:
-    """The chunks of time in which `copies` of logits [batch, seq, vocab] are in `LOGITS_BYTES`."""
+    """How many chunks of time keep `copies` of logits [batch, seq, vocab] in `LOGITS_BYTES`."""
     held, time = copies * _bytes(logits), logits.shape[1] // sharding.num_parts("inner_seq")
     return next(
         n for n in range(1, time + 1) if time % n == 0 and (held <= LOGITS_BYTES * n or n == time)
@@ -267,7 +268,7 @@ def readout_and_input(
 ) -> tuple[Callable[[Array], Array], Array]:
     """A language model's output head, and its input for a token batch.
 
-    Of a model without `hidden` and `readout` they are the identity and the logits.
+    For a model without `hidden` and `readout` they are the identity and the logits.
     """
     inputs = {name: batch.get(name) for name in ("segment_ids", "positions")}
     if not isinstance(model, HasReadout):
@@ -299,8 +300,8 @@ def balanced_next_token(
 ) -> Callable[..., tuple[Array, Array, dict[str, Any]]]:
     """`next_token` for a mixture of experts, plus `coefficient` times its load-balancing loss.
 
-    And `z_coefficient` times the routers' z-loss, the squared logarithm of the partition function
-    of each (ST-MoE, Zoph et al. 2022). `balance` among the metrics is the load of
+    It adds `z_coefficient` times the routers' z-loss too, the squared logarithm of each one's
+    partition function (ST-MoE, Zoph et al. 2022). `balance` among the metrics is the load of
     `zoo.transformer.moe.balance` per token, 1 for an even load, of the positions that count:
     prompts have a weight of 0 in all of it, as in `next_token`. Where routers have a `LoadBias`,
     the step moves it.

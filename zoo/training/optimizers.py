@@ -34,7 +34,7 @@ class Config:
     warmup_steps: int = 100
     """Steps of linear warm-up from zero (at most a tenth of the run)."""
     decay_fraction: float = 0.2
-    """Share of the run that wsd decays in, linearly, at its end."""
+    """Share of the run, at its end, in which wsd decays linearly."""
     final_fraction: float = 0.1
     """Learning rate at the end, as a share of the peak."""
     weight_decay: float = 0.1
@@ -48,7 +48,7 @@ class Config:
     parametrization: Literal["standard", "mup"] = "standard"
     """mup: initial scales and rates per matrix by the width, so that one rate fits all widths."""
     base_width: int | None = None
-    """Of mup: the width (d_model, hidden_size) that the learning rate was found at."""
+    """For mup: the width (d_model, hidden_size) that the learning rate was found at."""
 
     def __post_init__(self) -> None:
         configuration.check(self, "optimizer.")
@@ -97,8 +97,8 @@ def make_schedule(config: Config, steps: int) -> optax.Schedule:
 def make_optimizer(config: Config, steps: int) -> optax.GradientTransformation:
     """The optimizer for a run of `steps` steps; clipping is the train step's.
 
-    With parametrization "mup", give `init_state` the model by `initialise` too. Weights then decay
-    by rate · weight_decay at every width, whatever the rate of their matrix.
+    With parametrization "mup", give `init_state` what `initialise` makes of `make_model`. Weights
+    then decay by rate · weight_decay at every width, whatever the rate of their matrix.
     """
     rate = make_schedule(config, steps)
     if config.base_width is None:
@@ -149,7 +149,7 @@ def _make_rule(
         case "lion":
             return optax.lion(rate, **moments, **decay, mask=matrices)
         case "adafactor":
-            # `optax.adafactor` would decay by the whole weight_decay a step, whatever the rate.
+            # `optax.adafactor` would decay by the whole weight_decay per step, whatever the rate.
             return optax.chain(
                 optax.scale_by_factored_rms(),
                 optax.clip_by_block_rms(1.0),
@@ -187,7 +187,7 @@ def hidden_matrices(parameters: PyTree) -> Any:
 
 
 def muon_dimensions(parameters: PyTree) -> Any:
-    """The axes that Muon orthogonalises: of the hidden matrices, each of a stack by itself.
+    """The axes that Muon orthogonalises: the hidden matrices', each of a stack by itself.
 
     None for vectors, and for matrices with the model's inputs or outputs for an axis.
     """
@@ -203,10 +203,10 @@ def muon_dimensions(parameters: PyTree) -> Any:
 def _scale_by_muon(
     dtype: DTypeLike, beta: float = 0.95, rms: float = 0.2
 ) -> optax.GradientTransformation:
-    """`optax.contrib.scale_by_muon`, but that a mesh orthogonalises each matrix on one device.
+    """`optax.contrib.scale_by_muon`, but on a mesh each matrix is orthogonalised on one device.
 
-    For the one of optax XLA gathers all matrices on every device. Updates have AdamW's size, so
-    that one rate fits both (Liu et al. 2025).
+    For optax's own, XLA gathers all matrices on every device. Updates have AdamW's size, so that
+    one rate fits both (Liu et al. 2025).
     """
     # Without a momentum it only orthogonalises.
     rule = optax.contrib.scale_by_muon(

@@ -12,20 +12,20 @@ base_width, the standard parametrization's initial values and rates are multipli
 | output matrix: a width to a vocabulary, classes or experts | 1/√m    | 1/m  | 1/m         |
 | gain before an output head that is the embedding           | 1/m     | 1/m  |             |
 
-Muon leaves the others to adamw; of output matrices it has a router's. At the base width all is as
+Muon leaves the others to adamw; of output matrices it takes a router's. At the base width all is as
 the standard parametrization has it.
 
 All of it follows from the logical axes: kinds tell inputs and outputs of the model from its widths,
 and the first dimension of a matrix is its fan-in. The width is the size of "hidden" (a recurrent
 network's units), or else of "embed".
 
-What is assumed: every width grows in proportion (d_ff, embed_size, heads, and with grouped queries
-kv_heads), and the size of a head, the depth, the number of experts, inputs and outputs do not (of
-a BERT take pooler=False, whose outputs do). Attention stays scaled by the root of the size of a
-head. Initial weights have a variance of 1/fan-in, and embeddings one of their own, as those of all
-families. The rules normalise their updates, as all of `optimizers.Config.name` do. A model of one's
-own whose embedding is its output head has `hidden` and `readout`, `config.tie_embeddings`, and
-`final_norm`, as a transformer has.
+It is assumed that every width grows in proportion (d_ff, embed_size, heads, and with grouped
+queries kv_heads), and that the size of a head, the depth, the number of experts, inputs and outputs
+do not (a BERT's pooler has outputs that do: take pooler=False). Attention stays scaled by the root
+of the size of a head. Initial weights have a variance of 1/fan-in, and embeddings one of their own,
+as in all families. The rules normalise their updates, as all of `optimizers.Config.name` do. A
+model of one's own whose embedding is its output head needs `hidden` and `readout`,
+`config.tie_embeddings`, and `final_norm`, as a transformer has.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ GENERIC = frozenset({"fan_in", "fan_out", "unnamed"})  # of any place in a model
 
 
 class Factors(NamedTuple):
-    """Of one parameter, relative to the standard parametrization."""
+    """The factors of one parameter, relative to the standard parametrization."""
 
     initial: float = 1.0
     rate: float = 1.0
@@ -102,7 +102,7 @@ def scale_by_width(base_width: int, *, orthogonal: bool = False) -> optax.Gradie
 
 
 def _factors(names: Sequence[str | None], ratio: float, orthogonal: bool, field: str) -> Factors:
-    """Of a parameter by its logical axes, for a model of `ratio` times the base width."""
+    """A parameter's factors by its logical axes, for a model of `ratio` times the base width."""
     if not is_matrix(names, field=field):
         return Factors()
     inputs, outputs = (any(_grows(names[axis]) for axis in axes) for axes in matrix_axes(names))
@@ -120,8 +120,8 @@ def _grows(name: str | None) -> bool:
 def _tied_norm(model: PyTree) -> Any:
     """The norm before an output head that is the embedding; None where the head is its own.
 
-    The one matrix is an input, and logits are to be divided by m. So is the gain in front of them,
-    and its rate: to a rule that normalises its updates that is the same.
+    The one matrix counts as an input, and yet logits are to be divided by m. The gain before them
+    is instead, and its rate too: for a rule that normalises its updates that is the same.
     """
     model = model.members if isinstance(model, Ensemble) else model
     config = getattr(model, "config", None)

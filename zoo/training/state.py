@@ -182,7 +182,7 @@ class Blueprint:
             donate_argnums=(1,) if taken else (),
         )
         with warnings.catch_warnings(), sharding.use(self._layout.without_mesh):
-            # Those of what is trained are: float32 does not fit into their place.
+            # Buffers of what is trained are not: float32 does not fit into their place.
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")
             return make(*given)
 
@@ -244,7 +244,7 @@ def frozen_leaves(model: PyTree, trainable: Trainable | None) -> PyTree:
     An `eqx.nn.State` or a `LoadBias` is not trained, and changes.
     """
     found: list[PyTree] = []
-    # Of a skeleton as of a model: `trainable` may look for arrays.
+    # For a skeleton as for a model: `trainable` may look for arrays.
     eqx.filter_eval_shape(lambda model: found.append(_roles(model, trainable)), model)
     return jax.tree.map(lambda x, role: is_parameter(x) and role == "frozen", model, found[0])
 

@@ -3,7 +3,7 @@
 A loss is a function `loss_fn(model, batch, key) -> (total, weight, metrics)` of sums: the summed
 loss, the summed weight, and further sums that are reported divided by the weight, or by their own
 where they are pairs of a sum and a weight. So the gradient is the same whatever the microbatches,
-the padding and the mesh. Of a model with an `eqx.nn.State` it returns the new State as a fourth
+the padding and the mesh. For a model with an `eqx.nn.State` it returns the new State as a fourth
 value.
 """
 
@@ -237,7 +237,7 @@ class _Maths:
     def _updated(
         self, grads: PyTree, grad_norm: Array, finite: Array, trained: tuple[PyTree, PyTree]
     ) -> tuple[Array, Array, tuple[PyTree, PyTree]]:
-        """Whether there is an update, the new parameters' norm, and both trees; else the old."""
+        """Whether there is an update, the new parameters' norm, and both trees, or the old ones."""
 
         def optimize(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
             clipped = grads
@@ -272,7 +272,7 @@ def _means(sums: Mapping[str, Any]) -> dict[str, Array]:
     weight = _nonzero(sums["tokens"])
 
     def mean(name: str, x: Any) -> Array:
-        if isinstance(x, tuple):  # with a weight of its own; of no weight nan
+        if isinstance(x, tuple):  # with a weight of its own; nan if that is 0
             return x[0] / x[1]
         return x if name == "tokens" else x / weight
 
@@ -287,10 +287,10 @@ def make_eval_step(
 ) -> CompiledStep:
     """The evaluation step: `_, sums = step(model, batch)`, without dropout and without donation.
 
-    `sums` are float32 scalars: `loss` and `tokens`, the summed loss and weight, and those or pairs
-    of the loss function; add them over the batches, then divide. The loss gets no key, by which it
-    tells an evaluation, for instance for `eqx.nn.inference_mode`; it may return a new State, which
-    is ignored. Errors and warnings are `make_train_step`'s.
+    `sums` are float32 scalars: `loss` and `tokens`, the summed loss and weight, and the loss
+    function's own, or pairs; add them over the batches, then divide. The loss gets no key, by which
+    it tells an evaluation, for instance for `eqx.nn.inference_mode`; it may return a new State,
+    which is ignored. Errors and warnings are `make_train_step`'s.
     """
     check_precision(precision, sharding.layout_of(mesh).mesh)
     checks = Checks(loss_fn, precision)

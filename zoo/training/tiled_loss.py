@@ -62,7 +62,7 @@ def tiled_losses(
 def _tiles(count: int, readout: Readout) -> tuple[Readout, Array]:
     """The head's tiles, and the indices of their outputs; the tiles are the first axis.
 
-    A tile has as much of each part that the mesh cuts the outputs into.
+    A tile has an equal share of each part that the mesh cuts the outputs into.
     """
     parts = _num_parts(readout)
 
@@ -78,7 +78,7 @@ def _tiles(count: int, readout: Readout) -> tuple[Readout, Array]:
 
 
 def _joined(tiles: Readout, like: Readout) -> Readout:
-    """The head of its tiles."""
+    """The head from its tiles."""
     parts = _num_parts(like)
 
     def leaf(path: tuple, names: tuple, x: Array) -> Array:
@@ -127,7 +127,7 @@ def _backward(count: int, residuals: tuple, g: Array) -> tuple[Readout, Array, N
         logits, gradients = jax.vjp(lambda readout, x: readout(x), readout, x)
         is_target = (indices[None, None] == targets[..., None]).astype(jnp.float32)
         probabilities = jnp.exp(logits - log_sum[..., None])
-        # Where nothing depends on the loss, logits that are not finite are no matter.
+        # Where nothing depends on the loss, logits that are not finite do not matter.
         return gradients(
             jnp.where(g[..., None] == 0, 0.0, (probabilities - is_target) * g[..., None])
         )
