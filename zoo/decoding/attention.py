@@ -125,7 +125,7 @@ class LayerCache(eqx.Module):
         )
 
     def take(self, rows: Int[Array, "rows"], batch: int) -> "LayerCache":
-        """The ring of some of the rows, of that many."""
+        """The ring of some of its `batch` rows."""
         taken = lambda x: _place(_with_rows(x, batch)[rows])  # noqa: E731
         keys, values = jax.tree.map(taken, (self.keys, self.values))
         return LayerCache(keys, values, self.window)
@@ -156,7 +156,7 @@ class RecurrentCache(eqx.Module):
     def read(
         self, recurrence: Mixer, x_BTE: Float[Array, "batch new embed"]
     ) -> tuple["RecurrentCache", Float[Array, "batch new embed"]]:
-        """Read the next tokens one by one, behind a commit: as if each were the last one."""
+        """Read the next tokens one by one, after a commit, and keep the state behind each."""
 
         def step(state: PyTree, x_BE: Array) -> tuple[PyTree, tuple[PyTree, Array]]:
             state, y_B1E = recurrence(x_BE[:, None], state, Marks())
@@ -167,7 +167,7 @@ class RecurrentCache(eqx.Module):
         return RecurrentCache(states), y_TBE.swapaxes(0, 1)
 
     def take(self, rows: Int[Array, "rows"], batch: int) -> "RecurrentCache":
-        """The states of some of the rows, of that many."""
+        """The states of some of the rows."""
         return RecurrentCache(jax.tree.map(lambda x: x[:, rows], self.states))
 
     def commit(self, count: Int[Array, ""] | int) -> "RecurrentCache":
@@ -328,7 +328,7 @@ class AttentionDecoder(eqx.Module):
 
 
 def _absorbed(block: Any) -> Any:
-    """A block whose latent attention, if it has that, is for decoding."""
+    """A block with its latent attention, if it has any, for decoding."""
     if not isinstance(block.attention, LatentAttention):
         return block
     return eqx.tree_at(lambda block: block.attention, block, block.attention.absorbed())

@@ -38,8 +38,8 @@ def beam_search(
     power of `length_penalty` (1 is their mean, and more prefers long texts), float32[batch, beams];
     it is -inf where there are fewer continuations.
 
-    A continuation that has come to one of the `stop_tokens`, the `eos_ids` of the model's
-    configuration if not given, leaves its beam to another, and repeats the token to its end. A row
+    A continuation that has come to one of the `stop_tokens` (the `eos_ids` of the model's
+    configuration if not given) leaves its beam to another, and repeats the token to its end. A row
     is done when no beam can come before its `num_beams` best ones any more, or with
     `early_stopping` as soon as it has as many, as in `generate` of `transformers`.
 

@@ -105,7 +105,7 @@ DECODERS: dict[type, type[AttentionDecoder] | type[RecurrentDecoder]] = {
 
 
 def _place(cls: type, name: str) -> int:
-    """The number of the class that defines a name, from the class itself on."""
+    """The place, among a class and its bases in order, of the one that defines a name."""
     return next(i for i, base in enumerate(cls.__mro__) if name in vars(base))
 
 

@@ -44,7 +44,7 @@ def extend(
     """Read some more tokens per row: the logits behind each of them, and the caches.
 
     A decoder with a method `extend` reads them at once, and has a fourth argument of `prefill`, how
-    many tokens there may be beyond the first; of any other each step is kept.
+    many tokens there may be beyond the first; of any other, each step's cache is kept.
     """
     if hasattr(decoder, "extend"):
         return decoder.extend(tokens, cache)
@@ -114,7 +114,8 @@ def draft_and_judge(
     uniform = 0.5 if key is None else jax.random.uniform(jax.random.fold_in(key, num), p.shape)
     kept = jnp.cumprod((uniform * q < p) | state.done[:, None], axis=1, dtype=jnp.int32).sum(1)
     fewest = kept.min()
-    # Of the token behind the kept ones: what the draft gave too little of, or after all, anything.
+    # For the token behind the kept ones: what the draft gave too little of, or behind all,
+    # anything.
     here = lambda x: jax.lax.dynamic_index_in_dim(x, fewest, 1, keepdims=False)  # noqa: E731
     rest = jnp.maximum(here(p_BTV) - here(jnp.pad(q_BDV, ((0, 0), (0, 1), (0, 0)))), 0)
     if key is None:

@@ -251,7 +251,7 @@ def skeleton(cls: type, config: Any, around: Mapping[str, Any]) -> PyTree:
 def body_of(model: PyTree) -> Any:
     """The members of an ensemble, the body of a classifier; else the model itself.
 
-    Of a model beside its `equinox.nn.State` it is the model.
+    For a model beside its `equinox.nn.State` it is the model.
     """
     if isinstance(model, tuple) and len(model) == 2 and isinstance(model[1], eqx.nn.State):
         return model[0]
@@ -274,7 +274,7 @@ def check_model(model: PyTree, fresh: PyTree) -> None:
 def first_difference(model: PyTree, fresh: PyTree) -> str | None:
     """One line on the first path at which a model and `fresh` differ in more than values, or None.
 
-    That is a parameter's shape, a class, or a static field.
+    It differs in a parameter's shape, a class, or a static field.
     """
     shapes = parameter_shapes(model), parameter_shapes(fresh)
     lines = differences(*shapes, "here", "by the configuration")

@@ -81,9 +81,10 @@ class Opened(NamedTuple):
     """A folder whose description is read and checked, and whose arrays are not."""
 
     skeleton: PyTree
-    """Of what `load` returns, with its dtypes."""
+    """The skeleton of what `load` returns, with its dtypes."""
     load: Callable[[PyTree], PyTree]
-    """The skeleton, or it with other static fields, with the arrays; each device's own slices."""
+    """From the skeleton, or one with other static fields, to the model; devices read their own
+    slices."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Base:
     revision: str | None = None
     """The commit of a hub id."""
     checksum: str | None = None
-    """Of the files of its weights; None if they were not on this machine."""
+    """Checksum of its weights' files; None if they were not on this machine."""
     quantized: tuple[str, ...] | None = None
     """The kinds of its quantised matrices; None if they are not known."""
     eos_ids: tuple[int, ...] = ()
@@ -128,11 +129,11 @@ class Format(abc.ABC):
     def open(self, folder: Path, options: Options, base: PyTree = None) -> Opened:
         """The model in a folder; `zoo.load` itself sees to `options.overrides`.
 
-        Of adapters `base` is the model that they are for, or its skeleton.
+        For adapters, `base` is the model that they are for, or its skeleton.
         """
 
     def dtypes(self, folder: Path) -> tuple[Mapping[str, Any], Any]:
-        """The dtypes of a model's parameters by path, and that of others; None for their own."""
+        """The dtypes of a model's parameters by path, and the one of others; None for their own."""
         return {}, None
 
     def write(self, folder: Path | None, model: PyTree, source: Source) -> dict[str, Digest]:
@@ -149,7 +150,7 @@ class Format(abc.ABC):
         return [WEIGHTS]
 
     def sampling(self, folder: Path) -> tuple[Path, dict[str, Any]] | None:
-        """The file with settings of sampling, and they by `zoo.Sampling`'s names; None without."""
+        """The file with settings of sampling, and these by `zoo.Sampling`'s names; None without."""
         return None
 
     def is_id(self, name: str) -> bool:
@@ -187,7 +188,7 @@ class AdapterFormat(Format):
     def write_adapters(
         self, folder: Path | None, model: PyTree, config: lora.Config, base: Base
     ) -> None:
-        """Write the adapters of a model; all processes call it, as of `write`."""
+        """Write the adapters of a model; all processes call it, as for `write`."""
 
     def modules(self, model: PyTree) -> dict[str, str]:
         """The format's own names of the modules that hold a model's matrices, by their paths."""
@@ -230,12 +231,12 @@ def name_of(folder: Path) -> str:
 
 
 def of(folder: Path) -> Format:
-    """The format of a folder; errors as of `name_of`."""
+    """The format of a folder; errors as for `name_of`."""
     return _all()[name_of(folder)]
 
 
 def of_id(name: object) -> Format | None:
-    """The format that a hub id is of, by its form; None for any other name."""
+    """The format of a hub id, by its form; None for any other name."""
     return next((x for x in _all().values() if x.is_id(str(name))), None)
 
 
@@ -268,7 +269,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def verify(folder: Path, *, by_parts: bool = False) -> None:
     """Raise a PublishError if a folder's files do not match their checksums.
 
-    With `by_parts` files whose parts have checksums are left to who reads them.
+    With `by_parts` files whose parts have checksums are left to their readers.
     """
     if problems := checksums.problems(folder, by_parts=by_parts):
         raise damaged(folder, problems)

@@ -148,8 +148,8 @@ def load(
     `ignore` names fields of a Hugging Face `config.json` that the zoo does not know, and that would
     be refused, as they may change the maths.
 
-    `like` is a model, or a skeleton of one by `equinox.filter_eval_shape`, of the classes and
-    shapes that the folder's has: what a model with classes of your own opens with.
+    `like` is a model, or a skeleton of one by `equinox.filter_eval_shape`, with the classes and
+    shapes of the folder's: a model with classes of your own opens with it.
 
     Nothing in a folder is executed, and nothing that it names is imported. Raises PublishError,
     which names the file, field, class or tensor at fault.
@@ -169,10 +169,10 @@ def skeleton(
 ) -> PyTree:
     """The skeleton of the model that `load` would return: its shapes and dtypes.
 
-    `ignore` is as for `load`; None ignores all unknown fields.
-    Only `config.json` and the tables of the weights' files are read. Given `weights=False` a hub's
-    model needs none of them, nor are they downloaded: their dtype is then that of `config.json`.
-    Raises PublishError, which names the file, field or tensor at fault.
+    `ignore` is as for `load`; None ignores all unknown fields. Only `config.json` and the tables of
+    the weights' files are read. With `weights=False` a hub's model needs no weights, and none are
+    downloaded: their dtype is then that of `config.json`. Raises PublishError, which names the
+    file, field or tensor at fault.
     """
     options = Options(None, dtype, quantize, overrides, None, ignore, weights)
     return _made(name_or_folder, options, arrays=False)
@@ -199,7 +199,7 @@ def _made(name_or_folder: str | Path, options: Options, *, arrays: bool) -> PyTr
 
 
 def _opened(folder: Path, base: PyTree, options: Options, *, arrays: bool) -> PyTree:
-    """The model in a folder; of adapters `base` with them. Without `arrays` its skeleton."""
+    """The model in a folder; for adapters, `base` with them. Without `arrays`, its skeleton."""
     format = formats.of(folder)
     if arrays and (format.has_checksums or (folder / checksums.NAME).exists()):
         verify(folder, by_parts=True)
@@ -288,8 +288,8 @@ def load_adapters(
     The folder is one of `save_adapters`, or of PEFT's. `zoo.lora.merge` makes a plain model of the
     result. `mesh` and `dtype` are as for `zoo.load`, and `base` has to be on that mesh.
 
-    A model does not know its files: that they are the base's, `zoo.load` alone tells, by their
-    checksum. A model quantised otherwise than in training is a warning.
+    A model does not know its files: `zoo.load` alone can tell by their checksum that they are the
+    base's. A base quantised otherwise than in training is a warning.
 
     Raises PublishError, which names the file, field or tensor at fault.
     """

@@ -29,7 +29,7 @@ SAVING = "saving.json"
 def replacing(folder: Path | str) -> Iterator[Path | None]:
     """A new folder to fill, which then replaces `folder`; None except on process 0.
 
-    What replaces a folder at an address is filled here, and copied there.
+    For a folder at an address, the new one is filled here, and copied there.
 
     Raises:
         PublishError: the folder has files that no earlier save wrote; or the new one could not be

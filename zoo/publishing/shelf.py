@@ -113,7 +113,7 @@ def _local(name_or_folder: str | Path) -> Path | None:
 
 
 def chain(folder: Path) -> Iterator[Path]:
-    """A model's folder; of adapters next that of the model they are on, down to a whole model's.
+    """A model's folder; for adapters, then that of the model they are on, down to a whole model's.
 
     Each is found when it is asked for.
 
@@ -156,7 +156,7 @@ def whole(folder: Path) -> Path:
 
 def weights_checksum(folder: Path) -> str:
     """One checksum of the weights in a model's folder: of what its `checksums.json` says of their
-    files, or else of their bytes; of adapters, with that of their base.
+    files, or else of their bytes; for adapters, with that of their base.
     """
     folders = reversed([*chain(folder)])
     sums = (checksums.digest(x, formats.of(x).weight_files(x)) for x in folders)
@@ -164,7 +164,7 @@ def weights_checksum(folder: Path) -> str:
 
 
 def sampling(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """The file with a model's settings of sampling, and they by the names of `zoo.Sampling`.
+    """The file with a model's settings of sampling, and these by the names of `zoo.Sampling`.
 
     Adapters without any take the nearest base's; without a file the result is empty.
     """
@@ -198,7 +198,7 @@ class _Listing:
 def fetched(address: object) -> Path:
     """The local copy of the model at an address, or of the model of a run there; made if missing.
 
-    What is being replaced while it is read is read again, as it is then.
+    A model that is replaced while it is read is read again.
 
     Raises:
         PublishError: there is no model, or a part of one, or a damaged one.

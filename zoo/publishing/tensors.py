@@ -1,6 +1,6 @@
 """A model's arrays in safetensors files: one tensor per parameter, named by its dotted path.
 
-They are read slice by slice with bounded memory, and verified as they are, and written piece by
+They are read slice by slice with bounded memory, verified as they are read, and written piece by
 piece.
 """
 
@@ -114,8 +114,8 @@ def slice_reader() -> Iterator[Callable[..., np.ndarray]]:
 
 
 class _File:
-    """A safetensors file. Of what is mapped into memory, which counts as the process's while it
-    is, no more than a block stays so.
+    """A safetensors file, of which at most a block stays mapped into memory: what is mapped counts
+    as the process's.
     """
 
     def __init__(self, path: Path):
@@ -249,8 +249,7 @@ def fill(
 ) -> Any:
     """The skeleton with its arrays, part by part as devices hold them; on one device if no mesh.
 
-    Quantised matrices are made of parts of whole ones if they are to `quantize`, else of arrays
-    that are stored.
+    With `quantize`, quantised matrices are made from parts of whole ones, else from stored arrays.
     """
     one, layout = SingleDeviceSharding(jax.local_devices()[0]), sharding.layout_of(mesh)
     placed = skeleton if layout.mesh is None else sharding.shardings(skeleton, layout)
@@ -286,7 +285,7 @@ def stored_dtypes(model: PyTree, like: Mapping[str, np.dtype], default: Any) -> 
     """The dtype to store each array in, by its dotted path.
 
     It is the array's own; but for floating point the one `like` has for its path, or else `default`
-    if that is given. What is kept in a dtype by `zoo.nn.stateful.is_kept` is so stored.
+    if that is given. What `zoo.nn.stateful.is_kept` keeps in a dtype is stored in it.
     """
     found, kept = {}, kept_dtypes(model)
     for name, leaf in parameters(model).items():
