@@ -199,7 +199,7 @@ def with_chat_template(tokenizer: Tokenizer, path: str) -> Tokenizer:
         raise ValueError(f"chat_template={path!r}: bytes have no special tokens; leave it out")
     source = local_path(path, "chat_template").read_bytes()
     tokenizer.files = {**tokenizer.files, CHAT_TEMPLATE_NAME: source}
-    ChatTemplate(tokenizer)  # it is Jinja
+    ChatTemplate(tokenizer)  # fails unless it is Jinja
     return tokenizer
 
 
@@ -246,7 +246,7 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, **optio
 
 
 def messages_of(record: Record, field: str) -> list[Message]:
-    """The messages in a field of a record; a ValueError unless they are some.
+    """The messages in a field of a record; a ValueError unless it holds messages.
 
     ShareGPT's `from` and `value` become a role and a content.
     """
@@ -314,8 +314,9 @@ def parts_of(
     """The examples of a conversation, in parts of which the assistant's answers count.
 
     What counts is what the template marks by `{% generation %}`, or else each answer up to its end
-    of turn. Where the template writes a turn differently once others follow, as those do that drop
-    earlier thoughts, each answer is an example of its own, after what a model is given to answer.
+    of turn. Where the template writes a turn differently once others follow, as templates do that
+    drop earlier thoughts, each answer is an example of its own, after what a model is given to
+    answer.
 
     Raises:
         ValueError: the template refuses it, or does not show where answers begin and end.

@@ -41,11 +41,11 @@ class Place(NamedTuple):
 class Corpus:
     """The training or the held-out documents, in the order in which they are stored.
 
-    A document has length + frame - 1 positions, or none, where `frame` is how many of begin and end
-    it is put between; `framed` documents have both among their tokens, as chats do. Of documents
-    that are `weighted`, such as completions, only some tokens count in a loss and in `num_bytes`,
-    the size of the text in UTF-8. `opened(number)` is a shard; a document is read from the
-    shard's files when it is asked for, and nothing is kept.
+    A document has length + frame - 1 positions, or none, where `frame` is how many tokens, begin
+    and end, are put around it; `framed` documents have both among their tokens, as chats do. Of
+    `weighted` documents, such as completions, only some tokens count in a loss and in `num_bytes`,
+    the size of the text in UTF-8. `opened(number)` is a shard; a document is read from the shard's
+    files when it is asked for, and nothing is kept.
 
     Raises:
         DamagedError: a file that is read has changed since it was written.
@@ -190,7 +190,7 @@ class Corpus:
         return self.codes(i) > 0 if self.weighted else None
 
     def codes(self, i: int) -> UInt8[np.ndarray, "length"]:
-        """0 for the tokens of document i that do not count; of tags, 1 + the number of the tag."""
+        """0 for tokens of document i that do not count; with tags, 1 + the number of the tag."""
         shard, number = self._shard_of(i)
         record = self._records(shard, number, number + 1)[0]
         start, length = int(record["start"]), int(record["length"])
@@ -214,7 +214,7 @@ class Corpus:
     def hashes(self, begin: int, end: int) -> np.ndarray:
         """The hashes in [begin, end) of its documents' texts, one shard after the other.
 
-        Where a part has the end of the only document, both have that document's.
+        Where a part is the end of the only document, both parts have that document's hash.
         """
         if self._whole is not None:
             kept = begin <= int(self._whole, 16) < end
@@ -225,7 +225,7 @@ class Corpus:
             documents = range(last - first)
             bounds = (bisect.bisect_left(documents, bound, key=hash_at) for bound in (begin, end))
             found.append(self._records(shard, *bounds)["hash"])
-        return np.concatenate(found).view(hashes.HASH)  # of HASH it would turn native
+        return np.concatenate(found).view(hashes.HASH)  # as HASH it would turn native
 
     def positions(self, begin: int, end: int) -> Int64[np.ndarray, "documents"]:
         """The positions of each of the documents [begin, end), which are of one shard."""

@@ -87,14 +87,14 @@ class Dataset(Protocol):
     def buckets(self) -> tuple[int, ...]:
         """The keys of its batches' shapes, ascending: for tokens, the sequence lengths.
 
-        The step is compiled once for each. A dataset of one shape has one, of any number.
+        The step is compiled once for each. A dataset of one shape has one key, any number.
         """
 
     @property
     def batches_per_epoch(self) -> int:
         """Batches that have every row once, which an evaluation of all held-out data reads.
 
-        A stream without end says how many of its batches that shall be.
+        A stream without end says how many of its batches that is to be.
         """
 
     def row(self, bucket: int) -> Row:

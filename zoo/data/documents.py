@@ -73,7 +73,7 @@ def help_topics() -> list[Document]:
 
 
 def functions_of(name: str, text: str) -> Iterator[tuple[int, str]]:
-    """(line, text) of each function of a file; of what is no Python (0, all of it).
+    """(line, text) of each function of a file; for what is no Python, (0, all of it).
 
     These are top-level functions and methods with their decorators and inner functions, dedented.
     """

@@ -66,7 +66,7 @@ def read_jsonl(piece: Piece, columns: Columns = None) -> Iterator[Record]:
 
 
 def read_json(piece: Piece, columns: Columns = None) -> Iterator[Record]:
-    """The objects of the array that a file is, numbered from 0; or as `read_jsonl` of lines."""
+    """The objects of a file's array, numbered from 0; for a file of lines, as `read_jsonl`."""
     if not _head(piece).startswith(b"["):
         yield from read_jsonl(piece)
         return
@@ -137,7 +137,7 @@ def _lines(piece: Piece) -> Iterator[tuple[int, str, bytes]]:
     position, number = piece.begin, 0
     end = math.inf if compression_of(piece.path) else piece.end
     with opened(piece) as stream:
-        if position:  # the line that contains the byte before the piece is of the piece before
+        if position:  # the line with the byte before the piece belongs to the piece before
             position -= 1
             stream.seek(position)
             while position < end and (part := stream.readline(2**20)):
@@ -176,7 +176,7 @@ def _head(piece: Piece) -> bytes:
 
 
 def read_parquet(piece: Piece, columns: Columns = None) -> Iterator[Record]:
-    """The rows of the row groups that begin in a piece; no more than their columns is read."""
+    """The rows of the row groups that begin in a piece; only their `columns` are read."""
     arrow: Any = extra("pyarrow", "parquet", piece.path)
     parquet: Any = extra("pyarrow.parquet", "parquet", piece.path)
     row = 0
@@ -235,7 +235,7 @@ def _not_utf8(error: UnicodeDecodeError, where: str) -> ValueError:
 
 
 def _check_columns(names: Sequence[str], wanted: Iterable[str], path: str) -> None:
-    """Raise a ValueError where a column that is wanted is there twice."""
+    """Raise a ValueError where a wanted column is there twice."""
     if twice := [name for name in wanted if names.count(name) > 1]:
         raise ValueError(
             f"{path} has {names.count(twice[0])} columns named {twice[0]!r}, and one of them would "
@@ -337,9 +337,9 @@ def sample_texts(
 ) -> Iterator[str]:
     """Texts of about `num_bytes` in all, from everywhere in the files, whatever the splits.
 
-    The first texts of each of some hundred parts of equal size; of a compressed file, its
-    beginning. All texts where the files have no more. Only `wanted` ones, such as those
-    that are not held out.
+    They are the first texts in each of a few hundred parts of equal size, in a compressed file its
+    beginning, or all texts where the files have no more; and only `wanted` ones, such as texts that
+    are not held out.
     """
     pieces = (piece for split in splits for piece in split.pieces)
     files = dict.fromkeys(dataclasses.replace(piece, begin=0, end=piece.size) for piece in pieces)

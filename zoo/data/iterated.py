@@ -24,10 +24,10 @@ _LEVELS = 8
 class IteratedRows(Sequence):
     """The first `num_rows` rows of an iterator, which each process reads in their order.
 
-    States are written to the file `states`, every 1,000 rows: the last 32 of them, the last 32 at
-    every 32,000, and so on, so that a resume reads at most a 32nd of what lies before its
-    checkpoint once more. Without the file it reads all of that. The last `window` rows stay in
-    memory, for threads that are not in step.
+    Every 1,000 rows a state is written to the file `states`, which keeps the last 32, the last 32
+    of every 32,000 rows, and so on, so that a resume reads again at most a 32nd of what lies before
+    its checkpoint. Without the file it reads all of that. The last `window` rows stay in memory,
+    for threads that are not in step.
 
     Raises:
         TypeError: an iterator without `get_state` and `set_state`.
@@ -65,7 +65,7 @@ class IteratedRows(Sequence):
     def at_once(self, numbers: Sequence[int]) -> dict[int, Any]:
         """Rows by their numbers; no other thread sends the iterator elsewhere between two of them.
 
-        Between the last batch of an epoch and the first of the next one it would be sent far.
+        It would be sent far between the last batch of an epoch and the first of the next one.
         """
         found = {}
         with self._lock:
@@ -86,7 +86,7 @@ class IteratedRows(Sequence):
             self._advance()
 
     def _begin(self) -> None:
-        """Read the first row, by which saved states are known as of these rows, and the states."""
+        """Read the first row, which tells if saved states are of these rows, and the states."""
         self._advance()
         self._first = hashlib.sha256(pickle.dumps(self._passed[0])).hexdigest()
         if not self._path.is_file():
@@ -139,7 +139,7 @@ def _stored(state: Any) -> Any:
 
 
 def _fits(state: Any, fresh: Any) -> bool:
-    """Whether a state may be of this iterator: one of other workers has lists of other lengths.
+    """Whether a state may be this iterator's: with other workers it has lists of other lengths.
 
     Grain's takes such a state in silence, and gives other rows.
     """

@@ -23,8 +23,8 @@ class LabelledDataset(BucketedDataset):
     `labels`, int32[batch]; and `weights`, float32[batch]: 1, or 0 for the rows that fill up a
     bucket's last batch. Those are the first rows of the epoch's order, each with its label: the
     bucket's, then rows of smaller buckets, and the batch's own only where there are no others. A
-    loss does not count them, and statistics of a batch, as a batch norm's, are of different rows.
-    All parts of a document that was split have its label.
+    loss does not count them, and statistics of a batch, such as a batch norm's, are of different
+    rows. All parts of a document that was split have its label.
     """
 
     unit = "examples"
@@ -45,7 +45,7 @@ class LabelledDataset(BucketedDataset):
         self._fillers = {bucket: self._others(bucket, held) for bucket, held in self._last.items()}
 
     def _others(self, bucket: int, batch: list[Held]) -> list[tuple[int, int]]:
-        """Rows that the places of a batch may take, in the order of the choice."""
+        """Rows that may fill up a batch, in the order of preference."""
         counts = self._rows.counts
         fitting = ((b, i) for b in range(bucket, -1, -1) for i in range(counts[b]))
         first = list(itertools.islice(fitting, 2 * self.batch_size))
@@ -83,11 +83,11 @@ class LabelledDataset(BucketedDataset):
 
 
 class TaggedDataset(BucketedDataset):
-    """The rows of a `BucketedDataset`, begin and end included, each of whose tokens has a label.
+    """The rows of a `BucketedDataset`, begin and end included, with labels for their tokens.
 
     A batch has `inputs` and `labels`, int32[batch, seq]; `mask`, bool[batch, seq], False at
-    padding; and `weights`, float32[batch, seq]: 1 where a token has a label, which a word's first
-    token has.
+    padding; and `weights`, float32[batch, seq]: 1 where a token has a label, as a word's first
+    token does.
     """
 
     unit, closed = "tokens", True

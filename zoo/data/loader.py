@@ -28,7 +28,7 @@ class Ids(NamedTuple):
     source: str
     """Their origin, such as "vocab_size=512"."""
     is_target: bool
-    """Only those count whose weight, if the batch has `weights`, is not 0."""
+    """Whether only numbers count whose weight, if the batch has `weights`, is not 0."""
 
 
 Accepted = Mapping[str, Ids | None]  # by entry; None: any value
@@ -116,9 +116,9 @@ def check_values(
 ) -> None:
     """Raise a ValueError that names an entry, a row and a value that a step can do nothing with.
 
-    Such are nan and infinity, numbers that do not fit the dtype that JAX has for them (int64
-    becomes int32), and integers that are not `accepted`. Only arrays of numpy are checked: what
-    is on a device was one. `first_row` is the number of the first row in its batch.
+    These are nan and infinity, numbers that do not fit the dtype that JAX has for them (int64
+    becomes int32), and integers that are not `accepted`. Only arrays of numpy are checked: what is
+    on a device was one. `first_row` is the number of the first row in its batch.
     """
     entries = [(_name(path), x) for path, x in jtu.tree_leaves_with_path(batch)]
     for name, x in entries:

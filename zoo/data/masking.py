@@ -126,10 +126,10 @@ def with_mask(tokenizer: Tokenizer) -> tuple[BPETokenizer, int]:
 def parts_of_words(
     tokenizer: BPETokenizer,
 ) -> tuple[Bool[np.ndarray, "vocab"], Bool[np.ndarray, "vocab"]]:
-    """By id: whether a token goes on a word that is open before it, and leaves one open after it.
+    """By id: whether a token continues a word that is open before it, and leaves one open after it.
 
-    WordPiece marks the tokens that go on with `##`. Others mark a blank before a word, as `Ġ` or
-    `▁`: there a token goes on that begins with a letter, a digit or _.
+    WordPiece marks the tokens that continue a word, by `##`. Others mark a blank before a word, by
+    `Ġ` or `▁`: there a token that begins with a letter, a digit or _ continues one.
     """
     vocabulary = tokenizer.tokenizer.get_vocab(with_added_tokens=False)
     pieces = any(token.startswith("##") for token in vocabulary)

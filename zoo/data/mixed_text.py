@@ -1,8 +1,8 @@
-"""Text of several sources: as it is written, with one tokenizer, and the mixture of their datasets.
+"""Text of several sources: how they are given, their one tokenizer, and the mixture of datasets.
 
 In the flag, `code=src/**/*.py:0.7,help=docs/*.txt:0.3`: each source begins with a name and `=`; a
-comma before anything else belongs to the source's files; its weight follows its last colon. A glob
-of one's own whose name begins so can be written `./a=b.txt`. Or else a table in a .toml file.
+comma before anything else belongs to the source's files; its weight follows its last colon. A file
+whose own name begins so can be written `./a=b.txt`. Or the flag names a table in a .toml file.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ _RESERVED = "average"  # a prefix of metrics
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """A source: its files, as of `data.files`, and how much of it is read."""
+    """A source: its files, as in `data.files`, and how much of it is read."""
 
     name: str
     files: str
@@ -270,8 +270,8 @@ def read_mixture(
 def find_leaks(sources: Mapping[str, Prepared]) -> dict[str, set[bytes]]:
     """The hashes of documents that a source trains on and another one holds out, by source.
 
-    All sources hold out by the hash of the text, so that such documents exist only where they
-    hold out other shares, where a source has so few that one had to change parts, and among
+    All sources hold out by the hash of the text, so that such documents exist only where they hold
+    out different shares, where a source has so few that one had to change parts, and among
     functions. Only hashes between the sources' limits are compared, one slice after the other.
     """
     bounds = [source.bounds for source in sources.values()]
@@ -308,7 +308,7 @@ def check_epochs(mixture: Mixture, dataset: MixtureDataset, steps: int) -> None:
 def _open_prepared(
     config: text.Config, mixture: Mixture, default: text.Config
 ) -> dict[str, Prepared]:
-    """The sources that are prepared; all of them with one tokenizer, that of the configuration."""
+    """The prepared sources, all with one tokenizer, the one of the configuration."""
     found = {source.name: prepared_folder(source.files) for source in mixture.sources}
     folders = {name: folder for name, folder in found.items() if folder is not None}
     if folders and config.documents != "files":
@@ -369,7 +369,7 @@ def _make_tokenizer(
     elif config.tokenizer != "bpe":
         load_tokenizer(config.tokenizer).save(folder)
     else:
-        # Texts of each source by its weight at the begin; of one that has fewer, all of them.
+        # Texts of each source by its weight at the start; of one that has fewer, all of them.
         weights = [1.0 if source.weight is None else source.weight for source in mixture.sources]
         texts: list[Iterator[str]] = []
         for source, weight in zip(mixture.sources, weights, strict=True):

@@ -1,4 +1,4 @@
-"""Mixtures: which source gives row g of a run, and which of its own, is a closed form of g."""
+"""Mixtures: the source of row g of a run, and the row's number there, by a closed form of g."""
 
 import bisect
 import heapq
@@ -174,7 +174,7 @@ class MixtureDataset(TokenDataset):
         rows = sum(dataset.num_rows for dataset in self._sources)
         self.batches_per_epoch = math.ceil(rows / self.batch_size)
         self.num_rows = self.batches_per_epoch * self.batch_size
-        # Of a batch with the average rows of each source, as many as it has.
+        # The mean over the sources, weighted by their numbers of rows.
         self.padding_waste = sum(p.padding_waste * p.num_rows for p in self._sources) / rows
 
     def _content(self) -> Iterator[Any]:
@@ -217,7 +217,7 @@ class MixtureDataset(TokenDataset):
         return source, batch * self.batch_size + row
 
     def describe_buckets(self) -> str:
-        """One line per source and bucket, of sources that have several buckets; else none."""
+        """One line per bucket of each source that has several; else none."""
         lines = [
             f"{name}: {line}"
             for name, dataset in self.datasets.items()

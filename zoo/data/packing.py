@@ -18,9 +18,9 @@ _ROW = 3 * 8  # bytes
 class Whole:
     """Documents that are never cut: each in the first row that has room, the longest first.
 
-    Only the lengths decide which fit together, so that every epoch has as many rows; among
-    documents of equal length `arrange` decides, by an epoch's order. `pieces` are rows (document,
-    start, stop).
+    Only the lengths decide which fit together, so that every epoch has the same number of rows;
+    among documents of equal length `arrange` decides, by an epoch's order. `pieces` are rows
+    (document, start, stop).
     """
 
     def __init__(self, pieces: Int64[np.ndarray, "pieces 3"], seq_len: int):
@@ -71,9 +71,9 @@ def cut_documents(
 ) -> Iterator[Rows]:
     """The documents as rows (document, start, stop), none longer than `longest`, slice by slice.
 
-    A document of which nothing that counts is left after a truncation is dropped; in the end
-    `left_out` says so. `first` is the position of a document's first token in its positions, and
-    `room` says in an error what is too small, and what to do about it.
+    A document is dropped if truncation leaves nothing of it that counts; in the end `left_out` says
+    so. `first` is the position of a document's first token in its positions, and `room` says in an
+    error what is too small, and what to do about it.
 
     Raises:
         ValueError: a document is too long and `too_long` is "error", or all are dropped.
@@ -132,7 +132,7 @@ Held = tuple[int, int] | None  # (bucket, row of it), or padding
 
 
 def fill_batches(counts: Sequence[int], batch_size: int) -> tuple[list[int], dict[int, list[Held]]]:
-    """(batches of each bucket, the last batch of each bucket that has not rows enough for it).
+    """(batches of each bucket, the last batch of each bucket that lacks rows for it).
 
     `counts` are the rows of the buckets, in ascending order of their lengths.
     """
@@ -156,7 +156,7 @@ def fill_batches(counts: Sequence[int], batch_size: int) -> tuple[list[int], dic
 class RowIndex:
     """Rows of pieces by bucket on disk, the shortest bucket first.
 
-    `counts` and `tokens` are of each of the `lengths`: its rows, and all of their tokens.
+    `counts` and `tokens` are, for each of the `lengths`, its rows and all of their tokens.
     `left_out` says which documents have none.
     """
 

@@ -35,7 +35,7 @@ class Form(NamedTuple):
     name: str
     columns: tuple[str, ...]
     lists: bool
-    """Whether one of the columns holds a list, as messages are one."""
+    """Whether one of the columns holds a list, such as messages."""
     is_chat: bool
     """Whether a chat template writes the examples."""
     examples: Callable[[Record, Any], list[list[Part]]]
@@ -175,7 +175,7 @@ def pair_of_messages(record: Record, template: ChatTemplate) -> list[list[Part]]
 
 
 def _check_prompt(record: Record, prompt: list[Message]) -> None:
-    """Refuse conversations without a common beginning, or another than the prompt that is given."""
+    """Refuse conversations without a common beginning, or with another than the given prompt."""
     if not prompt:
         raise ValueError(
             "no list of messages in 'prompt', and chosen and rejected have no common beginning"
@@ -241,7 +241,7 @@ class Row(NamedTuple):
     form: Form
     examples: list[list[Part]]
     label: str | None = None
-    """Of an unpaired answer, "true" where it is desirable, or "false"."""
+    """For an unpaired answer, "true" where it is desirable, or "false"."""
 
 
 def read_rows(
@@ -256,8 +256,8 @@ def read_rows(
     as missing.
 
     Raises:
-        ValueError: a row of no form, or of another than the first row; or as its form says; or a
-            file has no fields.
+        ValueError: a row of no form, or of another than the first row's, or that its form refuses;
+            or a file without fields.
     """
     form, template = None, None
     for source, piece in enumerate(split.pieces):
@@ -335,7 +335,7 @@ def tags_in(files: str, names: Mapping[str, str]) -> list[str]:
 
 
 def _form(row: Record, format: Format, names: Mapping[str, str]) -> Form:
-    """The form of a row, whose columns have other names in the file."""
+    """The form of a row, whose columns may have other `names` in the file."""
     if fitting := [form for form in FORMS[format] if _has_columns(row, form)]:
         lists = any(isinstance(row[column], list) for column in fitting[0].columns)
         return next((form for form in fitting if form.lists == lists), fitting[0])

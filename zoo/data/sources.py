@@ -89,7 +89,7 @@ class RowDataset(SeededDataset):
 
     In each epoch the rows of a bucket are permuted and grouped into batches, and the batches of
     several buckets are permuted. The rows that fill up a bucket's last batch are its first ones
-    once more: a loss does not count them, and statistics of a batch, as a batch norm's, are of
+    once more: a loss does not count them, and statistics of a batch, such as a batch norm's, are of
     different rows of the data.
     """
 
@@ -153,7 +153,7 @@ class ArrayDataset(RowDataset):
     blocks of 64 KiB.
 
     Raises:
-        ValueError: arrays of different numbers of rows, or of none; one of other things than
+        ValueError: arrays of different numbers of rows, or of none; one of something other than
             numbers and booleans; lists of different lengths.
     """
 
@@ -274,7 +274,7 @@ class SourceDataset(RowDataset):
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """A hash of the arguments and of 64 rows: others mean other batches."""
+        """A hash of the arguments and of 64 rows: another one means other batches."""
         last = SAMPLES if isinstance(self._source, IteratedRows) else len(self._source)
         places = np.linspace(0, min(last, len(self._source)) - 1, SAMPLES).astype(int)
         rows = [self._made(0, int(i), self._read(int(i))) for i in dict.fromkeys(places)]

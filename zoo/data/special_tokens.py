@@ -1,8 +1,8 @@
-"""Special tokens: which they are, by the files of a tokenizer's folder, and their names in a text.
+"""Special tokens: the ones that a tokenizer's folder names, and their names in a text.
 
 The files that go out with a tokenizer as they came are listed here too.
 
-They are read as transformers reads them: from `tokenizer_config.json`, from
+Special tokens are read as transformers reads them: from `tokenizer_config.json`, from
 `special_tokens_map.json` where that one lists no added tokens, and further ends of text from
 `generation_config.json`.
 """
@@ -16,8 +16,8 @@ from tokenizers import Tokenizer
 END_OF_TEXT = "<|endoftext|>"
 BEGINS = ("<|begin_of_text|>", "<bos>", "<s>")
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "<eos>", "</s>")
-# Noncharacters, which no text has: one after a name that is text wherever it is, and one before
-# the names that a tokenizer which reads them as text has for no text.
+# Noncharacters, which no text has: AS_TEXT follows a name that is plain text, and HIDDEN precedes
+# each name in a tokenizer that reads names as text, so that no text has it.
 AS_TEXT, HIDDEN = "\ufdd2", "\ufdd4"
 
 CONFIG_NAME = "tokenizer_config.json"  # names the bos and eos tokens in Hugging Face folders

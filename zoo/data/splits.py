@@ -42,8 +42,8 @@ _BLOCK = 2**23  # bytes that are asked of a store at a time; s3fs would ask for 
 class Piece:
     """A file, or the part of it that begins in its bytes [begin, end).
 
-    A line or a row group belongs to the piece in which it begins. Of a compressed file, of CSV and
-    of text there is only the whole.
+    A line or a row group belongs to the piece in which it begins. Compressed files, CSV and text
+    come whole.
     """
 
     path: str
@@ -58,7 +58,8 @@ class Piece:
     """First byte of the next piece."""
     version: str = ""
     """A mark that differs in another file of the same name and size: the hash of its first MiB and,
-    of a larger one, the time of its last change; at an address the time alone. Empty: not known."""
+    for a larger file, the time of its last change; at an address the time alone. Empty: not
+    known."""
 
     @property
     def label(self) -> str:

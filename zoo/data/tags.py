@@ -1,6 +1,6 @@
 """Tags of a text: of its words, as of named entities, or of its letters, as of proteins.
 
-A tag is written in the place of "counts": what has none is between words.
+A part has its tag in the place of "counts"; a part without a tag is between words.
 """
 
 from collections.abc import Sequence

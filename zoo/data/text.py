@@ -51,7 +51,7 @@ class Source:
     buckets: tuple[int, ...] = (128, 256, 512)
     """Row lengths that bucketed rows are padded to."""
     too_long: Literal["error", "truncate", "split"] = "error"
-    """For a document longer than the largest bucket, or with a prompt than a packed row: an error,
+    """For a document longer than the largest bucket or, with a prompt, than a packed row: an error,
     its beginning, or its pieces."""
     held_out: float = 0.05
     """Share of the documents kept from training, to evaluate on."""
@@ -110,7 +110,7 @@ class Text:
     @property
     def fingerprint(self) -> str:
         """A hash of all tokens, targets and labels of both parts: equal ones mean equal batches."""
-        assert self.prepared is not None  # of a mixture each source is
+        assert self.prepared is not None  # of a mixture each source has its own
         return self.prepared.fingerprint
 
     @functools.cached_property

@@ -120,7 +120,7 @@ class TokenDataset(SeededDataset):
         return self.row_pieces(epoch, index) if index < self.num_rows else []
 
     def describe_buckets(self) -> str:
-        """One line per bucket, of the datasets that have several; else none."""
+        """One line per bucket if the dataset has several; else none."""
         return ""
 
     def row(self, bucket: int) -> Row:

@@ -268,7 +268,7 @@ class BPETokenizer:
 
     @functools.cached_property
     def is_of_letters(self) -> bool:
-        """Whether all tokens but the special ones are letters, as of proteins."""
+        """Whether all tokens but the special ones are letters, as in proteins."""
         vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
         return all(len(x) == 1 for x, id in vocabulary.items() if id not in self.special_ids)
 

@@ -1,4 +1,4 @@
-"""The commands `python -m zoo prepare` and, of a prepared corpus, `python -m zoo verify`."""
+"""The commands `python -m zoo prepare` and, for a prepared corpus, `python -m zoo verify`."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -21,7 +21,7 @@ Engine = Literal["processes", "ray"]
 def run_processes(
     function: Callable[..., T], tasks: Sequence[tuple[Any, ...]], workers: int
 ) -> Iterator[T]:
-    """The results of `function(*task)`, in the order in which they end, of processes.
+    """The results of `function(*task)` in processes, in the order in which they end.
 
     Raises:
         ChildProcessError: a worker was killed.
@@ -70,7 +70,7 @@ def _without_main() -> Iterator[None]:
 def run_ray(
     function: Callable[..., T], tasks: Sequence[tuple[Any, ...]], workers: int
 ) -> Iterator[T]:
-    """The same of a Ray cluster, whose machines share the folder; of a local one if none runs.
+    """The same in a Ray cluster, whose machines share the folder; in a local one if none runs.
 
     Raises:
         ImportError: Ray is not installed.

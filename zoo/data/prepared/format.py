@@ -3,7 +3,7 @@
 A folder has `manifest.json`, which is written last, `tokenizer/`, and per shard in `shards/`:
 
 - `.tokens`: the ids of its documents end to end, without begin and end, in the order of the source;
-- `.weights`, of documents of which only some tokens count: a byte per id, 0 where it does not, and
+- `.weights`, for documents of which only some tokens count: a byte per id, 0 where it does not, and
   1 where it does, or 1 + the number of its tag;
 - `.train` and `.held_out`: a `RECORD` per document of that part, in the order of their hashes;
 - `.sources.json`: the names of the files that the documents are from;

@@ -43,13 +43,13 @@ Records: TypeAlias = np.ndarray
 
 
 def hash_of(text: bytes, of_row: bytes | None = None) -> bytes:
-    """The hash of a document, 16 bytes, of which the last 4 may tell apart those `of_row`."""
+    """The hash of a document, 16 bytes; the last 4, if given, tell the examples `of_row` apart."""
     hashed = hashlib.sha256(text).digest()
     return hashed[:16] if of_row is None else hashed[:12] + of_row
 
 
 def hash_limit(fraction: float) -> int:
-    """The number that a row's hashes are below if they are below that fraction of all hashes."""
+    """The number that the hashes of that fraction of all rows are below."""
     return -int(-Fraction(fraction) * 2**96 // 1) << 32
 
 
@@ -177,8 +177,9 @@ def write_parts(
     """Write the `.train`, `.held_out` and `.sums` of a shard; return its number and its record.
 
     Documents with hashes below `limit` are held out unless their part is fixed; what the `slices`
-    list as duplicates is left out, and hashes `without` which the rest is to be trained on. Those
-    of the shard's `labels` in the manifest are given. A shard that is finished is left as it is.
+    list as duplicates is left out, and so are hashes `without` which the rest is trained on.
+    `labels` are the shard's labels by their numbers in the manifest. A shard that is finished is
+    left as it is.
     """
     path = format.work_file(folder, number, PARTED)
     if path.exists():

@@ -60,10 +60,10 @@ class Prepared:
 
     @functools.cached_property
     def bounds(self) -> tuple[int, int]:
-        """A hash that none to train on is below, and one that all held out are below.
+        """A hash that no training document's is below, and one that all held-out ones' are below.
 
-        Functions are held out with their files, whatever their hashes are. Else both are that of
-        the share held out, unless a part had to be given its only document.
+        Functions are held out with their files, whatever their hashes are. Else both are the limit
+        of the share held out, unless a part had to be given its only document.
         """
         if "documents" in self.manifest.options:
             return 0, 1 << 128
@@ -85,7 +85,7 @@ class Prepared:
 def open_prepared(folder: Location, cache: Path | None = None) -> Prepared:
     """The prepared corpus in a folder; reads its manifest and tokenizer, and no shard.
 
-    Of a folder at an address, shards are copied into the folder `cache` when they are used.
+    From a folder at an address, shards are copied into the folder `cache` when they are used.
 
     Raises:
         FileNotFoundError: a file of a shard is missing.
@@ -145,15 +145,15 @@ def open_text(
 ) -> Prepared:
     """The text of a `text.Source`, on disk: prepared by `python -m zoo prepare`, or now.
 
-    Now means in its cache, by one process, for which others wait; without a cache in a temporary
-    folder, which goes. A corpus that is prepared must have what `config` names with another value
-    than `default`. Without files the text is the `built_in` one, which is held out by its
-    documents' names. What hashes `without` name is not trained on. Documents have a `label` in a
-    field of that name, or are the examples of `rows`.
+    Now means in its cache, by one process, for which others wait, or without a cache in a temporary
+    folder. A prepared corpus must have what `config` names with another value than `default`.
+    Without files the text is the `built_in` one, which is held out by its documents' names.
+    Documents with the hashes `without` are not trained on. Documents have a `label` in a field of
+    that name, or are the examples of `rows`.
 
     Raises:
         FileNotFoundError: a pattern matches no file.
-        ValueError: there is too much text to prepare it now, or a prepared corpus has not what is
+        ValueError: there is too much text to prepare it now, or a prepared corpus lacks what is
             asked for; or as `prepare`.
     """
     if is_mixture(config.files):

@@ -53,18 +53,18 @@ def prepare(
     """Prepare the corpus of the files `data` in `folder`, or finish it after a kill.
 
     `data` and `field` are those of `plan_splits` and `read_split`; `tokenizer` is "bytes", "bpe",
-    which is trained on a sample with `vocab_size` ids, the path of one, or one. Of exact copies the
-    first stays, and a document is held out if its hash says so; of a single document the end is.
-    With "functions" as `documents`, they are held out file by file, and not trained on if a file
-    that is held out has them too. Training documents whose hashes are in `without` are left out.
-    Documents may have a `label`, in a field of that name; what makes `rows` of a format into
-    examples is given in their place. `special_tokens` is the reading of their names in the text: if
-    None, text for chats, and parse for rows of texts. The result does not depend on the
-    `workers` (default: one per core), the `engine` or kills; a process that comes while another
-    one prepares the same folder waits for it. A file is known by its name, its size and its
-    `Piece.version`: an unfinished corpus takes up changed ones, a finished one of other files is
-    refused. `show` shows a progress bar. If `folder` is an address, the corpus is written into a
-    folder of the cache first, and its shards are copied up, the manifest last.
+    which is trained on a sample with `vocab_size` ids, or a tokenizer or its path. Of exact copies
+    the first stays, and a document is held out if its hash says so; of a single document the end
+    is. With "functions" as `documents`, they are held out file by file, and not trained on if a
+    file that is held out has them too. Training documents whose hashes are in `without` are left
+    out. Documents may have a `label`, in a field of that name; or the examples of `rows` take their
+    place. `special_tokens` is the reading of their names in the text: if None, text for chats, and
+    parse for rows of texts. The result does not depend on the `workers` (default: one per core),
+    the `engine` or kills; a process that comes while another one prepares the same folder waits for
+    it. A file is known by its name, its size and its `Piece.version`: an unfinished corpus takes up
+    changed ones, a finished one of other files is refused. `show` shows a progress bar. If `folder`
+    is an address, the corpus is written into a folder of the cache first, and its shards are copied
+    up, the manifest last.
 
     Raises:
         FileNotFoundError, ImportError, ValueError: as `plan_splits` and `read_split`; or the folder

@@ -127,7 +127,7 @@ def finished(split: Split | Given, number: int, spec: Spec, folder: Path) -> Tok
 
 
 def key_of(split: Split | Given, document: SourceDocument) -> bytes:
-    """The text of a document, or the name of one that is given: by its hash it is held out."""
+    """The text of a document, or the name of a given one: its hash says whether it is held out."""
     if isinstance(split, Given):
         return source_name(split.names[document.source], document.record).encode()
     return document.text.encode()
@@ -255,7 +255,7 @@ class _Writer:
 def count_special(tokenizer: Tokenizer, text: str, ids: np.ndarray, quoted: bool) -> int:
     """The number of special tokens in a text's ids, or of names that are plain characters in it.
 
-    Of `quoted` texts, in which `AS_TEXT` follows such names, these are counted.
+    In `quoted` texts, where `AS_TEXT` follows such names, these are counted.
     """
     if not isinstance(tokenizer, BPETokenizer):
         return 0
@@ -271,7 +271,7 @@ def counted_bytes(parts: list[Part]) -> int:
 
 
 def encode(tokenizer: Tokenizer, texts: list[str], longest: int = PIECE) -> Iterator[np.ndarray]:
-    """The ids of each text; one of more than `longest` characters in pieces that end its lines.
+    """The ids of each text; one of more than `longest` characters in pieces of whole lines.
 
     What a tokenizer holds while it works is a hundred times a text's size. A piece is tokenized
     with the text around it, and its ids are cut out.
