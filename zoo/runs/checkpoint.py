@@ -43,7 +43,7 @@ class NoneUndamaged(CheckpointError):
 
 
 class DamagedExtras(CheckpointError):
-    """The extras of the step that was restored are damaged: `restore` then leaves it out."""
+    """The extras of the restored step are damaged: the next `restore` leaves that step out."""
 
 
 @runtime_checkable
@@ -56,10 +56,10 @@ class Copies(Protocol):
         """Agree whether a step that all begin to save is to be copied."""
 
     def committed(self, step: int) -> Collection[int | None]:
-        """Take a step that is whole here, in the background; the steps that have to stay here."""
+        """Take a step that is whole here, in the background; return the steps that have to stay."""
 
     def fetch_part(self, step: int, number: int) -> str:
-        """Copy the part of a process's number into a step here; why not, if it cannot be."""
+        """Copy the part of that process into a step here; return the reason if it cannot be."""
 
 
 class Checkpointer:
@@ -95,9 +95,9 @@ class Checkpointer:
     def save(self, step: int, state: PyTree, meta: dict, extras: PyTree = None) -> None:
         """Save the arrays in `state`, typed keys too, and `meta` (JSON) as `step`.
 
-        The arrays in `extras`, whose names must be others, are for `restore_extras`. It returns
-        once the arrays are safe from donation; the rest happens in the background, and what fails
-        there is raised by the next call. A step just saved or restored is left alone.
+        The arrays in `extras`, whose names must differ, are for `restore_extras`. It returns once
+        the arrays are safe from donation; the rest happens in the background, and what fails there
+        is raised by the next call. A step just saved or restored is left alone.
         """
         self.wait()
         if step == self._newest:
@@ -165,7 +165,7 @@ class Checkpointer:
         return state, step, record["meta"]
 
     def restore_extras(self, like: PyTree, names: Collection[str]) -> PyTree:
-        """The extras of these names, of the step that `restore` has returned, as `like` has them.
+        """The extras of these names in the step that `restore` has returned, placed as in `like`.
 
         Raises CheckpointError where the arrays differ in name, shape or dtype, and DamagedExtras
         where they are damaged.
@@ -256,7 +256,8 @@ class Checkpointer:
     def _newest_listed(self, failures: dict[int, str]) -> int:
         """The newest step whose files are as its list has them, without the ones in `failures`.
 
-        Process 0 chooses, and each with a folder looks; steps with a problem come to `failures`.
+        Process 0 chooses, and each one with a folder looks; steps with a problem are added to
+        `failures`.
         """
         while True:
             left = [step for step in self.good_steps() if step not in failures]
@@ -277,8 +278,8 @@ class Checkpointer:
     ) -> tuple[PyTree, str]:
         """(what is stored for `like`, nothing), or (`like`, why this process cannot read it).
 
-        All processes call it. Files that may be whole, and that one of them may not read, are an
-        error in all.
+        All processes call it. Files that may be whole, and that one of them has no right to read,
+        are an error in all.
         """
         folder, refused, problem = self.folder / str(step), None, ""
         targets = {name: _struct(leaf) for name, leaf in _arrays(like).items()}

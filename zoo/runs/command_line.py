@@ -26,7 +26,7 @@ from zoo.runs.processes import RunError
 
 T = TypeVar("T")
 
-# What flags of ours are called in other programs; near names, and ends of ours, tyro finds itself.
+# Our flags by their names in other programs; near names, and ends of ours, tyro finds itself.
 _NAMES = {
     "optimizer.learning-rate": "lr",
     "optimizer.weight-decay": "wd",
@@ -94,7 +94,7 @@ def parse(function: Any, prog: str, arguments: Sequence[str] | None = None) -> A
 
 
 def _flags(function: Any, arguments: Sequence[str]) -> set[str]:
-    """The flags of a command, or of the one of several that the arguments name: by its help."""
+    """The flags of a command, or of the one among several that the arguments name, by its help."""
     shown, is_word = io.StringIO(), lambda argument: not argument.startswith("-")
     with (
         contextlib.redirect_stdout(shown),

@@ -140,9 +140,9 @@ class Config:
         return getattr(getattr(self, "data", None), "row_lengths", {})
 
     def completed(self, stored: Mapping[str, Any]) -> "Config":
-        """The configuration with the fields that it leaves open.
+        """The configuration with its open fields filled in.
 
-        `stored` is the configuration in the run's folder, or empty: open fields are as it has them.
+        `stored` is the configuration in the run's folder, or empty: open fields take its values.
         """
         return self
 

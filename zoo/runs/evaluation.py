@@ -60,7 +60,7 @@ class Evaluator:
     ) -> dict[str, Any]:
         """The result of `make()`, a whole evaluation: kept, as JSON, and not made again.
 
-        It is if a file of the run's folder in `pictures` is missing, which `make` has drawn.
+        It is made again if one of the `pictures` that `make` draws in the run's folder is missing.
         """
         run, key = self._run, self._checksum(model)
         path, known = run.folder / RECORD, {}
@@ -98,8 +98,8 @@ class Evaluator:
     ) -> Iterator[tuple[int, dict[str, Array]]]:
         """(k, the metrics of batch k) over the dataset's first epoch, or its first `eval_batches`.
 
-        Whole, it ends with `final_eval_batches`, unless it is not to be `bounded`. A result comes
-        when the next step is under way, and so is read while that one runs.
+        A whole one that is `bounded` ends with `final_eval_batches`. A result comes when the next
+        step is under way, and so is read while that one runs.
 
         Raises:
             Stopped: between two batches, where a signal asks the run to stop.
@@ -133,7 +133,7 @@ class Evaluator:
             self._run.say(f"evaluating {count:,} batches takes about {shown}{bound}")
 
     def _checksum(self, model: PyTree) -> str:
-        """Of all that a whole evaluation depends on: the same on all processes."""
+        """The checksum of all that a whole evaluation depends on, the same on all processes."""
         loss = identity.described(identity.LOSS, self._loss_fn)
         told = [self._num_batches(True), datasets.fingerprint(self._dataset), loss, versions()]
         digest = hashlib.sha256(json.dumps([*told, str(self._run.precision)]).encode())
@@ -159,7 +159,7 @@ def evaluator(run: Run[Config], loss_fn: LossFunction, dataset: Dataset) -> Eval
 
 
 def as_evaluate(run: Run[Config], loss_fn: LossFunction, given: Evaluate | Dataset) -> Evaluate:
-    """The evaluation of a training: of a dataset, that by the `loss_fn`."""
+    """The evaluation of a training; for a dataset, the one by `loss_fn`."""
     if isinstance(given, Dataset):
         return evaluator(run, loss_fn, given)
     if not callable(given):
@@ -173,8 +173,8 @@ def as_evaluate(run: Run[Config], loss_fn: LossFunction, given: Evaluate | Datas
 def named(evaluate: Evaluate) -> Evaluate:
     """An evaluation with the names that its metrics have in the lines of a run.
 
-    Those of an `Evaluator` get `eval_`; so do those of a function of one's own that every step has
-    too, such as `loss`, which would be in one curve with the training's.
+    An `Evaluator`'s get `eval_`; so do names from a function of one's own that every step has too,
+    such as `loss`, which would be in one curve with the training's.
     """
     is_own = not isinstance(evaluate, Evaluator)
 

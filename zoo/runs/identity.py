@@ -1,8 +1,8 @@
 """The data, the optimizer, the loss and the base of a run, told apart from others at a resume.
 
-An optimizer of optax and a loss of one's own are functions. What tells them apart is the source of
-one's own, and the values that functions hold: in closures, partial applications, and variables of
-their module. A library's functions count by their names.
+An optimizer of optax and a loss of one's own are functions. They are told apart by the source of
+one's own, and by the values that functions hold: in closures, partial applications, and variables
+of their module. A library's functions count by their names.
 """
 
 import dataclasses
@@ -66,7 +66,7 @@ def check(run: Run, step: int, meta: Mapping[str, Any], found: Mapping[str, Any]
             "be made again. Put the files back, or start anew with another --run-dir."
         )
     for name in (OPTIMIZER, LOSS):
-        # A schedule is laid out anew over other steps, which the run says.
+        # A schedule is laid out anew over another number of steps, which the run says.
         other_steps = meta["config"]["steps"] != run.config.steps and name == OPTIMIZER
         if lines := differences(meta[name], found[name], schedules=not other_steps):
             run.say("\n".join([f"the {name} has changed since step {step}, and goes on:", *lines]))

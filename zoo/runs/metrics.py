@@ -51,7 +51,7 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
 
 
 def kept_records(path: Path, resume_step: int) -> list[dict[str, Any]]:
-    """The records that a run keeps which resumes at a step: none at 0, where it begins anew."""
+    """The records that a run keeps when it resumes at a step: none at 0, where it begins anew."""
     records = read_metrics(path) if resume_step and path.exists() else []
     return [record for record in records if record["step"] <= resume_step]
 
@@ -151,7 +151,7 @@ def plot_curves(metrics_path: Path, png_path: Path) -> None:
 
 
 def _draw_main(axes: Any, series: dict[str, tuple[np.ndarray, np.ndarray]]) -> None:
-    """The losses; or the rewards, of a run on rewards, whose loss says nothing."""
+    """The losses; for a run on rewards, whose loss says nothing, the rewards."""
     name = "reward" if "reward" in series else "loss"
     title = "training" if name == "loss" else name
     evaluations = [x for x in series if x.endswith("eval_loss")]

@@ -69,7 +69,7 @@ def from_first(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def hand_on(folder: Path) -> None:
-    """Write a small folder of process 0 in the others' place for it."""
+    """Copy a small folder of process 0 to the others' place for it."""
     found: dict[str, str] = {}
     if jax.process_index() == 0:
         paths = (path for path in folder.rglob("*") if path.is_file())

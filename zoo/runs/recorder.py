@@ -20,7 +20,7 @@ class Recorder:
     """The metrics of steps, checked one step late; the logs, pictures and checkpoints of a run."""
 
     def __init__(self, loop: Hooks, written: int = 0):
-        """`written` evaluations of the first step are in metrics.jsonl: repeated ones are not."""
+        """`written` evaluations of the first step are in metrics.jsonl already: not again."""
         run, training = loop.run, loop.training
         self._run, self._start, self._unit = run, loop.start, training.data.unit
         self._loop, self._written = loop, written

@@ -1,9 +1,9 @@
 """The arrays of a checkpoint, in TensorStore's files: each chunk with a checksum.
 
 A process writes the chunks of its own devices into a database of its own (OCDBT), the folder of its
-number, and meets no other process there. Whose part holds which box of an array, the record of the
-checkpoint says. A chunk ends with its CRC-32C, and so do the nodes of the tree that leads to it: a
-reader of a part of an array verifies that part alone, in parallel.
+number, and meets no other process there. The checkpoint's record says whose part holds which box of
+an array. A chunk ends with its CRC-32C, and so do the nodes of the tree that leads to it: a reader
+of a part of an array verifies that part alone, in parallel.
 """
 
 import functools
@@ -136,7 +136,7 @@ def problems(folder: Path, parts: Mapping[str, Boxes]) -> list[str]:
 
 
 def anywhere(value: bool) -> bool:
-    """Whether it is so in any process; all call it."""
+    """Whether the value is true in any process; all call it."""
     return bool(multihost_utils.process_allgather(np.int32(value)).any())
 
 
@@ -146,10 +146,10 @@ def read(
     """The arrays of these names, with the shapes, dtypes and shardings of the targets.
 
     All processes call it. Each reads what its devices hold, every byte once; of copies in several
-    processes one reads, and hands on what it has read.
+    processes, one process reads, and hands on what it has read.
 
     Raises:
-        ArraysError: something of it is not what was written; the message names the array.
+        ArraysError: an array is not what was written; the message names it.
     """
     together = any(map(_axes_of_copies, targets.values()))
     found: dict[str, jax.Array] = {}
@@ -199,7 +199,7 @@ def _boxes_to_read(target: jax.ShapeDtypeStruct) -> set[Box]:
 
 
 def _overlaps(box: Box, stored: Boxes) -> Iterator[tuple[int, Box]]:
-    """The process and the box of what each stored box has of a box."""
+    """The process of each stored box that overlaps a box, and what the two have in common."""
     for process, other in stored:
         common = tuple(
             (max(pair[0] for pair in both), min(pair[1] for pair in both))

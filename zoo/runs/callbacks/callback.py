@@ -54,7 +54,8 @@ class Loop:
     def stop(self, reason: str) -> None:
         """End the run after this step as if it were its last: saved, evaluated whole, printed.
 
-        A resumed run of it stays ended while it has this callback and the callback asks for it.
+        When resumed, the run stays ended as long as it has this callback and the callback asks for
+        it.
 
         Raises:
             RunError: at another moment than `on_start`, `on_step` and `on_evaluation`: the others
@@ -73,7 +74,7 @@ class Loop:
         return f"the callback {self.stopped_by!r} has ended the run at step {step}: {self.stopped}"
 
     def evaluate(self, model: PyTree) -> dict[str, float]:
-        """The evaluation of the training, of another model: in `on_evaluation`, as whole as it."""
+        """The training's evaluation, of another model; in `on_evaluation`, as whole as that one."""
         return self._evaluate(model, self.whole)
 
     def pause(self) -> contextlib.AbstractContextManager:
@@ -85,8 +86,8 @@ class Callback:
     """Something that `zoo.fit(run, training, callbacks=[…])` calls: override the moments it needs.
 
     All processes call every moment, in the order of the list, but `on_log`, which process 0 calls
-    alone: no computation on arrays of several processes may be in that one. An exception ends the
-    run, with what is saved kept. Make one object for one run.
+    alone: it may not compute with arrays of several processes. An exception ends the run, and what
+    is saved is kept. Make one object for one run.
 
     Its state is in every checkpoint: `arrays`, a tree of JAX arrays, and `values`, a dict of JSON.
     Assign both, or fill `values`, at will. A checkpoint of step k holds them as they are after
@@ -99,7 +100,8 @@ class Callback:
     name: str = ""
     """Its name in checkpoints and messages; by default its class's, in lower case."""
     arrays: PyTree = None
-    """A tree of arrays: part of the checkpoint, sharded as they are, else on all devices."""
+    """A tree of arrays: part of the checkpoint, sharded as they are on a mesh, else on all
+    devices."""
     values: dict[str, Any]
     """JSON values: part of the checkpoint."""
 
@@ -122,7 +124,7 @@ class Callback:
         return self.arrays
 
     def on_start(self, loop: Loop, state: TrainState) -> None:
-        """Before the first step of this start, with the state of both restored or initial."""
+        """Before the first step of this start; both states, restored or initial, are there."""
 
     def on_step(
         self, loop: Loop, step: int, state: TrainState, metrics: Scalars

@@ -139,8 +139,8 @@ class BestCheckpoint(Callback):
     `zoo.load` opens it; `metrics.json` in it has the evaluation and its step. `save` writes it, as
     a function of a folder, a model and those metrics: by default `zoo.save` without a tokenizer,
     and for a model that cannot be published, such as one with adapters or of a class of your own,
-    its arrays alone, with a README.md that says how to read them. `model` is from a state to the
-    model to keep, as `lambda state: average.model` for a metric `average/eval_loss`.
+    its arrays alone, with a README.md that says how to read them. `model` makes the model to keep
+    from a state, as `lambda state: average.model` does for a metric `average/eval_loss`.
 
     The last evaluation covers the whole held-out part. The others do where `--eval-batches` is high
     enough: else evaluations of different data are compared.
@@ -258,7 +258,7 @@ class Evaluations(Callback):
 class Samples(Callback):
     """Show a sample of the model every `every` steps, and keep it in `samples.jsonl`.
 
-    `make_text` is from the model to a text. All processes call it; process 0 prints and writes.
+    `make_text` makes a text from the model. All processes call it; process 0 prints and writes.
 
     Raises:
         ValueError: an `every` below 1.

@@ -146,7 +146,7 @@ class Hooks(Loop):
     # --- State --------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """The state of now, for a checkpoint: later changes of the callbacks do not change it."""
+        """The present state, for a checkpoint: later changes of the callbacks do not change it."""
         arrays, values = {}, {}
         for name, callback in self._named.items():
             if callback.arrays is not None:
@@ -165,14 +165,14 @@ class Hooks(Loop):
         return ({"callbacks": arrays} if arrays else {}), meta
 
     def begin(self, state: TrainState, step: int, meta: dict[str, Any]) -> None:
-        """Give each callback its initial state, or that which a restored checkpoint has of it.
+        """Give each callback its initial state, or the one that a restored checkpoint has for it.
 
         Without a checkpoint, `step` is 0 and `meta` is empty.
 
         Raises:
-            RunError: it has arrays of a callback that is not there.
-            CheckpointError: it has others of one that is.
-            DamagedExtras: it has damaged ones: call it again with the step before.
+            RunError: the checkpoint has arrays of a callback that is not there.
+            CheckpointError: it has other arrays than a callback that is there. DamagedExtras: it
+                has damaged arrays: call again with the step before.
         """
         for name, callback in self._named.items():
             callback.arrays = self._given[name]
@@ -192,7 +192,7 @@ class Hooks(Loop):
                     "give it to zoo.fit again, or start anew with another --run-dir"
                 )
             self.say(f"the callback {name!r} is not there any more; its state is dropped")
-        # All arrays before any values, which stay as they were given where arrays are damaged.
+        # All arrays before any values: where arrays are damaged, values stay as they were given.
         arrays = {name: self._restored(name, x) for name, x in self._named.items() if name in found}
         self._given.clear()
         for name, callback in self._named.items():

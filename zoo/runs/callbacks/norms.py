@@ -74,7 +74,7 @@ class Norms(Callback):
 def _measured(
     before: PyTree, after: PyTree, layers: list[tuple[tuple[int, ...], list[str]]]
 ) -> dict[str, Array]:
-    """Norms, and norms of the change divided by them, float32[] of each layer."""
+    """Norms, and norms of the change divided by them, float32[] for each layer."""
     found: dict[str, Array] = {}
     pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), layers, strict=True)
     for old, new, (stack, names) in pairs:

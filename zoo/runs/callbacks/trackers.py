@@ -28,9 +28,9 @@ Status = Literal["finished", "failed", "killed"]
 class Tracker(Callback):
     """A callback that gives a run's metrics to an experiment tracker.
 
-    The id is in the run folder's trackers.json, so that a resumed run continues the same run of the
-    tracker. Steps that a killed run did after its last checkpoint are done again, with the same
-    numbers, and given again.
+    The tracker's id of the run is in the run folder's trackers.json, so that a resumed run
+    continues there. Steps that a killed run did after its last checkpoint are done again, with the
+    same numbers, and given again.
 
     Raises:
         ImportError: the tracker's package is missing; the message names the extra.
@@ -95,7 +95,7 @@ class Tracker(Callback):
 
 
 class Wandb(Tracker):
-    """Weights & Biases; `options` are further ones of `wandb.init`.
+    """Weights & Biases; `options` are further arguments of `wandb.init`.
 
     `project` and `mode` default to WANDB_PROJECT and WANDB_MODE, then to "zoo" and "offline".
     Offline, each start writes a folder of its own in `<run folder>/wandb`, all of one id, which
@@ -230,7 +230,7 @@ class TensorBoard(Tracker):
 
 
 class Trackio(Tracker):
-    """trackio; `options` are further ones of `trackio.init`, such as `space_id`.
+    """trackio; `options` are further arguments of `trackio.init`, such as `space_id`.
 
     Its files are in its own folder, TRACKIO_DIR, where `trackio show` finds the runs of all
     folders. The run's name is its id.

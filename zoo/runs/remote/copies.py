@@ -6,7 +6,7 @@ too, by which what is fetched is compared. `run.json` has the id of the run; the
 working folder, `.remote.json`, has that id, and which files were copied.
 
 Each process hashes, copies and fetches its own part of a checkpoint, from a working folder of its
-own. It says the checksums of its part by an object, and process 0 writes the list of all.
+own. It tells the checksums of its part in an object, and process 0 writes the list of all.
 """
 
 import contextlib
@@ -66,11 +66,11 @@ class Record:
 class RemoteCopies:
     """Copies what has changed in a working folder to an address, and from there to the folder.
 
-    Each `check` is called before what others can see is written: it raises to stop it.
+    Each `check` is called before anything is written that others can see: it raises to stop that.
     """
 
     def __init__(self, folder: Path, store: Store, record: Record, *, owner: str, keep: int):
-        """`owner` is that of the lease."""
+        """`owner` is the lease's."""
         self._folder, self._store, self._record, self._keep = folder, store, record, keep
         self._owner, self._others = owner, range(1, jax.process_count())
         index = store.read(INDEX)
@@ -163,7 +163,7 @@ class RemoteCopies:
         index = jax.process_index()
 
         def is_mine(name: str) -> bool:
-            """Whether a file is for this process to copy: for process 0 all that is of no other."""
+            """Whether a file is for this process to copy: for process 0, every one of no other."""
             return part_of(name) == index or (index == 0 and part_of(name) not in self._others)
 
         found = [x for x in self._store.names(prefix) if not x.startswith(self._owner)]
@@ -199,7 +199,7 @@ class RemoteCopies:
         return [x for x in self._store.names() if x != INDEX and not _is_elsewhere(x)]
 
     def fetch(self, names: list[str] | None = None, *, only_missing: bool = False) -> None:
-        """Copy the files that are at the address, or these of them, into the folder."""
+        """Copy the files at the address, or the ones of these names, into the folder."""
         names = self._names() if names is None else names
         if only_missing:
             names = [x for x in names if not (self._folder / x).exists()]
@@ -210,9 +210,9 @@ class RemoteCopies:
     def fetch_step(self, *, above: int) -> int | None:
         """Copy the newest undamaged step above a step into the folder; None without one.
 
-        All processes call it, and each takes its part. A damaged one is reported. Ones that were
-        fetched and are above it were damaged before they came here: they are removed, and may be
-        copied again.
+        All processes call it, and each takes its part. A damaged one is reported. Steps above it
+        that were fetched were damaged before they came here: they are removed, and may be copied
+        again.
         """
         self._damaged = self._damaged | {fetched for fetched in self._fetched if fetched > above}
         while True:
@@ -245,7 +245,7 @@ class RemoteCopies:
             return step
 
     def fetch_part(self, step: int, number: int) -> str:
-        """Copy another process's part of a step that is in the folder; why not, if it cannot be."""
+        """Copy another process's part of a step in the folder; return the reason if it can't be."""
         folder = self._folder / STEPS / str(step)
         if problems := self._fetch(step, folder, (number,)):
             return f"{'; '.join(problems)}, in {self._store.address}"

@@ -1,6 +1,6 @@
 """A run folder at an address: what the run does in its working folders is copied there.
 
-At the start the newest undamaged checkpoint counts, of the working folders or of the address. Each
+At the start the newest undamaged checkpoint counts, in the working folders or at the address. Each
 process has a folder of its own, with its part of each checkpoint; all else is in that of process 0,
 which holds the lease.
 """
@@ -175,7 +175,7 @@ class RemoteFolder:
     def _newest_of_all(self, copies: RemoteCopies) -> int:
         """The newest checkpoint in the folders of all processes, or -1; newer ones are put aside.
 
-        The part of a process on a machine that has lost its disk, or that is another one, is gone.
+        A process's part is gone if its machine has lost its disk, or is another one now.
         """
         steps = local_steps(self.folder / STEPS)
         mine = np.array(([-1] * 100 + steps)[-100:])
@@ -190,11 +190,11 @@ class RemoteFolder:
         return newest
 
     def fetch_newer(self, step: int) -> bool:
-        """Fetch a checkpoint newer than a step, the newest undamaged one; whether there is one."""
+        """Fetch the newest undamaged checkpoint after a step; return whether there is one."""
         return self._copies.fetch_step(above=step) is not None
 
     def fetch_part(self, step: int, number: int) -> str:
-        """Fetch another process's part of a step; why not, if it cannot be."""
+        """Fetch another process's part of a step; return the reason if it cannot be."""
         return self._copies.fetch_part(step, number)
 
     def choose(self, step: int) -> None:

@@ -57,7 +57,7 @@ class Lease:
         self._thread = threading.Thread(target=self._renew_regularly, name="lease", daemon=True)
 
     def acquire(self, dead: Collection[str] = ()) -> None:
-        """Become the owner, of the lease of a crashed one after its time at the latest.
+        """Become the owner; after a crashed one, at the latest when its lease runs out.
 
         `dead` are owners that are known to have ended.
 
@@ -96,8 +96,8 @@ class Lease:
     def check(self) -> None:
         """Raise LeaseError if the lease is lost; renew it first if that is due.
 
-        Whatever is written at the address is written after a check. Errors of the store, by which
-        it is not known, are raised too.
+        Whatever is written at the address is written after a check. Errors of the store, which
+        leave it unknown, are raised too.
         """
         if self._lost is None and boot_clock() - self._renewed > self._seconds / 2:
             self._renew()
@@ -141,7 +141,7 @@ class Lease:
         return number == self._number and found is not None and found["owner"] == self.owner
 
     def _create(self, number: int, began: float) -> bool:
-        """Try to become the owner by a lease of this number, free as it was seen when it began."""
+        """Try to become the owner by a lease of this number, which was free when this `began`."""
         name, content = _name(number), self._content()
         self._store.create(name, content)
         # False may be this one's own object too, after an answer that was lost on its way.
