@@ -5,12 +5,12 @@
 With no flag it makes a transformer of half the width and half the layers of `lm-python`, on the
 source code of Python's standard library, from the teacher's distribution and the data's own next
 tokens. Then it trains the same student without the teacher, and prints the held-out bits per byte
-of all three: 0.86 of the teacher, 1.43 and 1.49. On two cores of an AMD EPYC with AVX-512 (jax
-0.10.2), with other work beside it, the two took seven minutes and two and a half.
+of all three: 0.86 for the teacher, 1.43 and 1.49. On two cores of an AMD EPYC with AVX-512 (jax
+0.10.2), with other work beside it, the two trainings took seven minutes and two and a half.
 
     python -m recipes.distill --student rnn --run-dir runs/distill-rnn
 
-makes a recurrent network of the transformer. docs/guides/distillation.md has the rest.
+distils the transformer into a recurrent network. docs/guides/distillation.md has the rest.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Continue texts, or a conversation, with a model: one of the shelf, of a folder, or of a run.
+"""Continue texts, or a conversation, with a model: from the shelf, a folder or a run.
 
     python -m recipes.generate lm-python "def "
 

@@ -83,7 +83,7 @@ def main(config: Config) -> None:
 
 
 def model_config(config: Config, data: tabular.Table) -> mlp.Config:
-    """The model's configuration, of the data's sizes.
+    """The model's configuration, with the data's sizes.
 
     Raises:
         ValueError: other sizes were given.

@@ -32,7 +32,7 @@ class Config(reinforcement.Config):
     run_dir: Path | str = Path("runs/reinforce")
     """Folder of the run, or its address on s3:// or gs://; the same command resumes it."""
     model: str = "puzzles"
-    """Model to begin with, as of recipes.finetune."""
+    """Model to begin with, as in recipes.finetune."""
     steps: int = 150
     """Optimizer steps in all; more than before continues a finished run."""
     group_size: int = 16

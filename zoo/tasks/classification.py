@@ -1,6 +1,6 @@
 """Classifiers of any family: training, evaluation, pictures, a published model.
 
-Legend of suffixes: M members of an ensemble (one, of a model alone), N examples, C classes.
+Legend of suffixes: M members of an ensemble (one for a model alone), N examples, C classes.
 """
 
 import functools
@@ -39,7 +39,7 @@ class Predictions(NamedTuple):
     probabilities_MNC: Float[np.ndarray, "members examples classes"]
     labels_N: Int[np.ndarray, "examples"]
     lengths: Int[np.ndarray, "rows"] | None = None
-    """Of tagged rows, how many of the examples, which are tokens, each row has."""
+    """For tagged rows, how many of the examples, which are tokens, each row has."""
 
     @property
     def mean_NC(self) -> Float[np.ndarray, "examples classes"]:
@@ -198,10 +198,10 @@ def _probabilities(model: PyTree, batch: dict[str, Array], key: None) -> Any:
 
 
 def judge(predictions: Predictions, classes: Sequence[str] = ()) -> dict[str, float]:
-    """`eval_loss` in nats, `eval_accuracy`, `calibration_error`; of an ensemble, also its members'.
+    """`eval_loss` in nats, `eval_accuracy`, `calibration_error`; an ensemble's members' too.
 
-    Those of the members, `member_…`, are the means over them. Of tagged rows whose classes are
-    `O`, `B-…` and `I-…` it has `eval_entity_f1` too.
+    The members', `member_…`, are the means over them. For tagged rows whose classes are `O`, `B-…`
+    and `I-…` it has `eval_entity_f1` too.
     """
     result = _judge(predictions.mean_NC, predictions.labels_N)
     tagged = any(x.startswith("B-") for x in classes)
@@ -232,7 +232,7 @@ def entity_f1(predictions: Predictions, lengths: np.ndarray, classes: Sequence[s
     """The harmonic mean of precision and recall of entities, each found whole and of its kind.
 
     An entity begins with `B-KIND` and goes on with `I-KIND` of its row; an `I-KIND` behind anything
-    else is in none: strict IOB2, as seqeval counts it. 0 without an entity.
+    else is in no entity: strict IOB2, as seqeval counts it. 0 without an entity.
     """
     ends = np.cumsum(lengths)[:-1]
     true, found = (

@@ -26,7 +26,7 @@ def encode_prompt(
 
     `special_tokens` is the reading of their names in the text. With `as_stored` texts begin with
     that token only where the tokenizer's own post-processor puts it, as models in Hugging Face's
-    format have it: GPT-2's does not. An empty text always has it.
+    format have it: GPT-2's does not. An empty text always begins with it.
 
     Raises:
         ValueError: there is no token at all.
@@ -43,7 +43,7 @@ def encode_prompt(
 
 
 class Stops(NamedTuple):
-    """The ends of a continuation: one of some tokens, or its text coming to one of some texts."""
+    """The ends of a continuation: some tokens, and some texts that its own text may come to."""
 
     ids: tuple[int, ...]
     texts: tuple[str, ...] = ()
@@ -57,8 +57,8 @@ def make_stops(
 ) -> Stops:
     """The `own` ends of text and some `given` ones.
 
-    `own` are the model's if not given, or if it has none the tokenizer's. Of the `given` ones the
-    name of a special token is that token, and any other a text.
+    `own` are the model's if not given, or if it has none the tokenizer's. Among the `given` ones
+    the name of a special token is that token, and any other a text.
 
     Raises:
         ValueError: an empty text.

@@ -173,7 +173,7 @@ def train(
 ) -> dict[str, Any]:
     """Train a language model, compare it with compressors, save it, and show a sample of it.
 
-    `published` is from the model in training to the one that is for use. Returns its metrics.
+    `published` makes the model for use from the one in training. Returns its metrics.
     """
     config = run.config
     check(training, data, sample_tokens=config.sample_tokens, published=published)
@@ -213,8 +213,8 @@ def check(
     """Refuse a model before any compute that could not be trained on the text, or sampled from.
 
     Raises:
-        ValueError: it sees the tokens that it is to predict, or has fewer positions than a row, or
-            than the sample after a `prompt` of so many tokens, takes.
+        ValueError: it sees the tokens that it is to predict, or has fewer positions than a row
+            takes, or than the sample after a `prompt` of so many tokens.
     """
     given = () if training.pretrained is None else (skeleton_of(training.pretrained),)
     skeleton = eqx.filter_eval_shape(training.make_model, jax.random.key(0), *given)

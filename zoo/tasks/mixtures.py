@@ -22,9 +22,9 @@ RECORD = "mixture.json"  # of the run folder: its stages, and the changed ones
 
 
 class Epochs(Callback):
-    """`code/epoch` and `code/tokens` of each source: how often it was read, and tokens of it.
+    """`code/epoch` and `code/tokens` of each source: how often it was read, and how many tokens.
 
-    The tokens of one epoch times the epochs.
+    These are the tokens of one epoch times the epochs.
     """
 
     name = "sources"

@@ -113,7 +113,7 @@ class Base:
         return eqx.filter_eval_shape(make, self.skeleton)
 
     def as_stored(self, model: PyTree) -> PyTree:
-        """A model of this run with the fields of the base that the run had other values for."""
+        """A model of this run with the base's own values of the fields that the run changed."""
         stored = configuration.flat(self._stored_config)
         return reconfigured(model, {name: stored[name] for name in self._overrides})
 
@@ -128,8 +128,8 @@ class Base:
 def merge(run: Run[Config], model: PyTree) -> PyTree:
     """The plain model that computes the same, on the run's mesh as the model was.
 
-    It is of one dtype, as sampling needs: trained parameters are float32, and frozen ones may not.
-    What was quantised is dequantised.
+    It is of one dtype, as sampling needs: trained parameters are float32, and frozen ones may not
+    be. What was quantised is dequantised.
     """
     if not lora.has_adapters(model) and len(_dtypes(model)) == 1 and not _has_quantized(model):
         return model
@@ -167,7 +167,7 @@ def _has_quantized(model: PyTree) -> bool:
 
 
 def prepare(config: Config, model: PyTree, key: Key[Array, ""], num_classes: int = 0) -> PyTree:
-    """A model as training begins with it: with adapters and a head, if it trains those."""
+    """A model as training begins with it: with adapters and a head, if it trains them."""
     adapters_key, head_key = jax.random.split(key)
     if config.method == "lora":
         model = lora.adapt(model, models.with_paths(config.lora, model), key=adapters_key)
@@ -183,7 +183,7 @@ def prepare(config: Config, model: PyTree, key: Key[Array, ""], num_classes: int
 
 
 def _check_text(config: Config) -> None:
-    """Refuse a folder, as of pictures, before it is searched for text."""
+    """Refuse a folder, such as one of pictures, before it is searched for text."""
     files = config.data.files
     is_folder = Path(files).is_dir() and prepared_folder(files) is None
     require(
@@ -194,7 +194,7 @@ def _check_text(config: Config) -> None:
 
 
 def _check_pictures(config: Config) -> None:
-    """Refuse what is of text alone."""
+    """Refuse what is for text alone."""
     given = {"label": config.label, "data.format": config.data.format}
     wrong = [f"{name}={x!r}" for name, x in given.items() if x not in (None, "text")]
     require(
@@ -205,7 +205,7 @@ def _check_pictures(config: Config) -> None:
 
 
 def trainable(config: Config, *, new_head: bool) -> Trainable | None:
-    """The part of it that is trained; a new head always is."""
+    """The part of the model that is trained; a new head always is."""
     if config.method == "lora":
         return _adapters_and_head if new_head else lora.trainable
     return frozen(config.freeze) if config.freeze else None

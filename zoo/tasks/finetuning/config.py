@@ -93,8 +93,8 @@ class Config(RunConfig):
     """The fields of fine-tuning: a run's, a model to begin with, text, an optimizer."""
 
     model: str = "lm-python"
-    """Model to begin with: a name on the shelf, a run's folder, a model's or one of adapters, which
-    are merged, or a hub id."""
+    """Model to begin with: a name on the shelf, a folder of a run, of a model or of adapters (which
+    are merged), or a hub id."""
     method: Literal["full", "lora"] = "full"
     """Train the parameters themselves, or adapters of low rank beside them."""
     base: Literal["stored", "int8", "int4", "nf4"] = "stored"
@@ -114,11 +114,11 @@ class Config(RunConfig):
     """Steps between samples during training, which samples.jsonl keeps."""
     remat: Policy | None = may_differ(None)
     """Rematerialisation in the backward pass, to save memory: none, dots, dots_no_batch, full, or
-    of names, as of recipes.lm; that of the stored model if not given."""
+    names, as in recipes.lm; that of the stored model if not given."""
     dropout: float | None = None
     """Rate of dropout in training; that of the stored model if not given."""
     kernel: Implementation | None = may_differ(None)
-    """Attention kernel, as of recipes.lm; that of the stored model if not given."""
+    """Attention kernel, as in recipes.lm; that of the stored model if not given."""
     scan_layers: bool | None = may_differ(None)
     """Run the layers by lax.scan, or unrolled; as the stored model does if not given."""
     lora: LoraConfig = LoraConfig()

@@ -63,7 +63,7 @@ def read_text(
 
 
 def _open_rows(run: Run[Config], format: Any, tokenizer: Tokenizer, label: str | None) -> Prepared:
-    """The text of rows, whose form is said."""
+    """The text of rows; it says their form."""
     config = run.config.data
     if (label is not None and format != "tags") or not config.files:
         raise ValueError(
@@ -91,7 +91,7 @@ def _open_rows(run: Run[Config], format: Any, tokenizer: Tokenizer, label: str |
 
 
 def _first_start(run: Run[Config]) -> str:
-    """The time of the run's first start, so that one that goes on another day reads the same."""
+    """The time of the run's first start, so that a resume on another day reads the same."""
 
     def write(folder: Path) -> None:
         folder.mkdir(parents=True)
