@@ -107,7 +107,7 @@ def of(
 
 
 def digest(folder: Path, names: Collection[str]) -> str:
-    """One checksum of some files of `folder`: by the list of it where that has them, else read."""
+    """One checksum of some files of `folder`: by its list where that has them, else by reading."""
     try:
         known = _read(folder)
     except ValueError:
@@ -160,7 +160,7 @@ def _plain(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def problems(folder: Location, *, only: str | None = None, by_parts: bool = False) -> list[str]:
-    """One line per missing or damaged file of `folder`, or of `only` that one.
+    """One line per missing or damaged file of `folder`, or for its file `only`.
 
     Files that are not listed are ignored. With `by_parts`, a file whose parts have
     checksums is compared by its size only: its reader compares the `parts`.

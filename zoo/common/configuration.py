@@ -41,7 +41,7 @@ def may_differ(default: Any = dataclasses.MISSING) -> Any:
 
 
 def of_training(default: Any) -> Any:
-    """A field that changes how a model trains: neither its parameters nor what it then computes."""
+    """A field that changes how a model trains, not its parameters or what it then computes."""
     return dataclasses.field(default=default, metadata={_OF_TRAINING: True})
 
 

@@ -24,7 +24,7 @@ class AddressError(ValueError):
 
 
 def scheme_of(path: object) -> str | None:
-    """The scheme of an address, in lower case; None of a local path."""
+    """The scheme of an address, in lower case; None for a local path."""
     match = re.match(r"([A-Za-z][\w+.-]+):/+", str(path))
     return match[1].lower() if match else None
 
@@ -67,7 +67,7 @@ def make_folder(path: Path, name: str) -> None:
 
 
 def inside(folder: Location, name: Any, listing: object) -> Location:
-    """The place in `folder` of a name from outside, such as one of a listing or of a file.
+    """The place in `folder` of a name from outside, such as one in a listing or a file.
 
     A name is relative, and its parts are between single slashes: no ".", "..", backslash, NUL or
     drive. In a local folder no link may lead to a folder elsewhere.
@@ -212,7 +212,7 @@ def remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def named(path: Path) -> Iterator[None]:
-    """A context in which OSErrors without a file name, as of a full disk, name this file."""
+    """A context in which OSErrors without a file name, as from a full disk, name this file."""
     try:
         yield
     except OSError as error:
@@ -221,7 +221,7 @@ def named(path: Path) -> Iterator[None]:
 
 
 def made_once(folder: Path, make: Callable[[Path], object], name: str) -> Path:
-    """A folder, which `make(partial)` fills unless it is there: one that a kill left partly, too.
+    """A folder, which `make(partial)` fills unless it is there whole.
 
     It gets its name when it is whole. A process of this machine that comes while another one makes
     it waits. Errors of the folders above it name the field `name`.
@@ -242,7 +242,7 @@ def made_once(folder: Path, make: Callable[[Path], object], name: str) -> Path:
 
 
 class Transfer:
-    """A bar of what is transferred, how much of it, how fast, of any number of threads.
+    """A progress bar of a transfer by any number of threads: how much, and how fast.
 
     Nothing is shown without a title; off a terminal, a line every 15 s, and one at the end.
     """

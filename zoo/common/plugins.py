@@ -1,14 +1,14 @@
 """Plug-ins: parts that rooms around the core, and other packages, bring; imported when asked for.
 
 `zoo/__init__` names what the zoo's own rooms bring; a package beside it has entry points of the
-same groups. Of `zoo.formats` each is a `zoo.publishing.formats.Format`, and of `zoo.families` a
-class as `zoo.register` takes it, named as folders name it. Of `zoo.precisions` each is a
-`zoo.nn.precision.Scheme`. Of `zoo.quantizations` each is a module like `zoo.quantization.loading`:
+same groups. Each of `zoo.formats` is a `zoo.publishing.formats.Format`, and each of `zoo.families`
+a class as `zoo.register` takes it, named as folders name it. Each of `zoo.precisions` is a
+`zoo.nn.precision.Scheme`, and each of `zoo.quantizations` a module like `zoo.quantization.loading`:
 `quantized_skeleton(skeleton, kind)` puts skeletons of `zoo.nn.products.Quantized` in the place of
-matrices, and `quantize_parts(matrix, names, read)` makes such a matrix from the stored one. Of
-`zoo.row_datasets` each is the dataset of a format of rows. Of `zoo.planners`, of which the last is
-taken, each is a module like `zoo.planning.planner`, and of `zoo.commands` a function:
-`python -m zoo NAME` calls it with its arguments from the command line, by its annotations.
+matrices, and `quantize_parts(matrix, names, read)` makes such a matrix from the stored one. Each of
+`zoo.row_datasets` is the dataset of a format of rows. Each of `zoo.planners`, of which the last is
+taken, is a module like `zoo.planning.planner`, and each of `zoo.commands` a function: `python -m
+zoo NAME` calls it with its arguments from the command line, by its annotations.
 """
 
 import functools

@@ -41,8 +41,8 @@ def may_have_tpus() -> bool:
 def quieten_libtpu() -> None:
     """Tell libtpu, which plans need, what it would ask the cloud about a machine without TPUs.
 
-    JAX tries libtpu at its start, which then says at length that nobody answers; with these it
-    looks for a TPU as before, and finds none. What the environment has stays.
+    JAX tries libtpu at its start, which then says at length that nobody answers; with these
+    variables it looks for a TPU as before, and finds none. What the environment has stays.
     """
     if find_spec("libtpu") is None or may_have_tpus():
         return

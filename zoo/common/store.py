@@ -40,7 +40,7 @@ class Scheme(NamedTuple):
     extra: str
     """The zoo's extra that brings the package."""
     holds_runs: bool = False
-    """Whether a run can be written there: objects are, one by one and unless there is one."""
+    """Whether a run can be written there: object by object, some only where there is none yet."""
     uncached: Mapping[str, Any] = MappingProxyType({})
     """Options that keep no listing: other processes write to the same folders."""
 
@@ -181,7 +181,7 @@ class Store:
     def create(self, name: str, content: bytes) -> bool:
         """Write an object unless there is one; False if there is.
 
-        A store that does not know such a write replaces the object, and it is True.
+        A store that lacks such a write replaces the object, and the result is True.
         """
         with self._in_bucket():
             try:
