@@ -92,7 +92,7 @@ def rows_of(found: Rollouts, gains: Float[np.ndarray, "rows"], seq_len: int) -> 
 
 
 def in_dtype(model: PyTree, dtype: DTypeLike) -> PyTree:
-    """The model in a dtype, of which only what has another is a copy: no frozen base twice."""
+    """The model in a dtype; what has it already is not copied: no frozen base is there twice."""
     like = eqx.filter_eval_shape(cast, model, dtype)
     wanted, structure = jax.tree.flatten(like)
     leaves = jax.tree.leaves(model)
@@ -151,7 +151,7 @@ class Answers:
         return found, items
 
     def key(self, stream: int, number: int) -> Key[Array, ""]:
-        """The key of the answers of a step (stream 0), or to held-out prompts from one on (1)."""
+        """The key of a step's answers (stream 0), or of held-out prompts' from a number on (1)."""
         root = jax.random.fold_in(jax.random.key(self.run.config.seed), 2**31 - 1 - stream)
         return jax.random.fold_in(root, number)
 

@@ -71,7 +71,7 @@ def student_alone(model: Taught) -> PyTree:
 class Distillation:
     """A temperature, and the weight of the teacher beside the data: a loss for a train step.
 
-    Metrics are `kl`, the divergence at the temperature, and `next_token`, the loss on the data; of
+    Metrics are `kl`, the divergence at the temperature, and `next_token`, the loss on the data; at
     weight 0 there are none, and the loss is `zoo.losses.next_token`'s, bit for bit.
 
     Raises:
@@ -117,7 +117,7 @@ class Distillation:
     def _of_chunk(
         self, readouts: tuple[Any, Any], x_BTE: Array, targets: dict[str, Array], weights: Array
     ) -> tuple[Array, dict[str, Array]]:
-        # At a weight of 0 logits are no matter, finite or not.
+        # At a weight of 0 logits do not matter, finite or not.
         student, teacher = (
             jnp.where(weights[..., None] > 0, logits.astype(jnp.float32), 0.0)
             for logits in (readouts[0](x_BTE), readouts[1](targets["x"]))
@@ -137,7 +137,7 @@ def divergences(
     """KL(teacher ‖ student) of each row of logits, in nats."""
     log_q, log_p = jax.nn.log_softmax(student), jax.nn.log_softmax(teacher)
     p = jnp.exp(log_p)
-    return jnp.where(p > 0, p * (log_p - log_q), 0.0).sum(-1)  # of no mass, logits may be infinite
+    return jnp.where(p > 0, p * (log_p - log_q), 0.0).sum(-1)  # without mass, they may be infinite
 
 
 # --- Its training --------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class Data(text.Source):
     """Text to distil on, in the tokens of the teacher's own tokenizer."""
 
     tokenizer: str = ""
-    """bytes, or a path to tokenizer.json, of a teacher that has none of its own."""
+    """bytes, or a path to tokenizer.json, for a teacher that has none of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,17 +156,17 @@ class Config(language.Config):
     """The fields of a language model's recipe, and a teacher."""
 
     teacher: str = "lm-python"
-    """Teacher: a name on the shelf, a run's folder, a model's or one of adapters, or a hub id."""
+    """Teacher: a name on the shelf, a folder of a run, of a model or of adapters, or a hub id."""
     teacher_quantize: Kind | None = None
     """Quantise the teacher's matrices to 8 bits (int8) or to 4 (int4, nf4); if not given, they
     are as they are stored."""
     temperature: float = 1.0
-    """Temperature of both distributions; the higher, the more unlikely tokens count."""
+    """Temperature of both distributions; the higher it is, the more unlikely tokens count."""
     weight: float = 0.9
     """Weight of the teacher beside the data's own next tokens: 1 is the teacher alone, and 0 the
     student alone, without a teacher."""
     compare: bool = may_differ(True)
-    """Then train the same student alone, in the folder beside, RUN_DIR-alone."""
+    """Then train the same student alone, in the folder RUN_DIR-alone."""
     data: Data = Data()  # type: ignore[assignment]
     """Text that teacher and student read."""
 
@@ -253,7 +253,7 @@ class Teacher:
 
     @property
     def checksum(self) -> str:
-        """Checksum of its weights' files; of a plan, which fetches none, it is empty."""
+        """Checksum of its weights' files; empty for a plan, which fetches none."""
         return "" if self._config.plan else models.weights_checksum(self.folder)
 
     def flops_per_token(self, seq_len: int) -> float | None:

@@ -68,7 +68,7 @@ def ipo(*, beta: float = 0.1, reference: Reference = "batch") -> LossFunction:
     a margin.
 
     Raises:
-        ValueError: as of `dpo`.
+        ValueError: as for `dpo`.
     """
     check(beta)
 
@@ -90,7 +90,7 @@ def apo(
     and of kind "down" σ(r(chosen)) + σ(r(rejected) - r(chosen)), for answers that are both worse.
 
     Raises:
-        ValueError: an unknown kind, or as of `dpo`.
+        ValueError: an unknown kind, or as for `dpo`.
     """
     check(beta)
     require(kind in ("zero", "down"), f"kind={kind!r}: choose 'zero' or 'down'")
@@ -156,16 +156,16 @@ def kto(
     """Kahneman-Tversky optimisation (Ethayarajh et al. 2024), of single answers that are labelled.
 
     A row has an example as segment 1, its prompt with the answer to another one as segment 2, and
-    in `labels`, int32[batch], 1 where the answer is desirable, or 0. With z, the mean of
-    log π/π₀ over the second segments of the whole batch, 0 if that is negative, and no gradient,
-    the loss of an example is weight · σ(-m), of the margin m = beta · (log π/π₀ - z) of a desirable
-    answer, and of its opposite for another one. Options and metrics are `dpo`'s, with `kl`, which
-    is z, and `log_prob` and `mismatched_log_prob` of the segments.
+    in `labels`, int32[batch], 1 where the answer is desirable, or 0. With z, the mean of log π/π₀
+    over the second segments of the whole batch, 0 if that is negative, and no gradient, the loss of
+    an example is weight · σ(-m), with the margin m = beta · (log π/π₀ - z) for a desirable answer,
+    and its opposite for another one. Options and metrics are `dpo`'s, with `kl`, which is z, and
+    `log_prob` and `mismatched_log_prob` of the segments.
 
     As the batch has one z, a step takes it whole: it refuses `accumulate`.
 
     Raises:
-        ValueError: as of `dpo`; a weight is negative; at a call, a batch without `labels`.
+        ValueError: as for `dpo`; a weight is negative; at a call, a batch without `labels`.
     """
     check(beta)
     weights = {"desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
@@ -233,7 +233,7 @@ def _loss(
 
 
 def log_probabilities(model: PyTree, batch: Batch) -> Float[Array, "batch 2"]:
-    """The log-probability of each answer of a batch in nats, without dropout and a gradient."""
+    """The log-probability of each answer of a batch in nats, without dropout or a gradient."""
     return _of_answers(scoring.of_tokens(model, batch), batch)
 
 
@@ -259,7 +259,7 @@ def _of_answers(log_probs_BT: Array, batch: Batch) -> Float[Array, "batch 2"]:
 
 
 def _counts(batch: Batch) -> Float[Array, "batch 2"]:
-    """The numbers of the answers' tokens; 1 of no answer."""
+    """The numbers of the answers' tokens; 1 for no answer."""
     return jnp.maximum(_answers(batch).sum(-1), 1)
 
 
@@ -271,7 +271,7 @@ def _answers(batch: Batch) -> Float[Array, "batch 2 seq"]:
 
 
 def _log_one_minus_exp(x: Array) -> Array:
-    """log(1 - eˣ) of x < 0, accurate near 0 and far from it (Mächler 2012)."""
+    """log(1 - eˣ) for x < 0, accurate near 0 and far from it (Mächler 2012)."""
     near = x > -math.log(2)
     of_near = jnp.log(-jnp.expm1(jnp.where(near, x, -1.0)))
     return jnp.where(near, of_near, jnp.log1p(-jnp.exp(jnp.where(near, -1.0, x))))

@@ -3,7 +3,7 @@
 A row of a batch is a prompt and one answer, whose tokens alone have a weight, and one advantage.
 The log-probabilities that a ratio divides by come from the training's forward pass, at the
 temperature that the answers were drawn at: of the update itself, or rescored once before several
-updates. The sampler's own are compared with them, and no more.
+updates. The sampler's own are only compared with them.
 
 Legend of suffixes: B batch, T time, E embed.
 """

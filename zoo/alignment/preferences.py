@@ -57,16 +57,16 @@ class Config(finetuning.Config):
     answers with a label each (data.format unpaired); or a reward model's (reward), which puts a new
     head on the model, by which answers have a score."""
     beta: float = 0.1
-    """Of a loss with a reference, the strength of the pull to it; of ORPO, the weight of the odds
-    ratio; of SimPO, the factor of the answers' log-probabilities, usually 2."""
+    """For a loss with a reference, the strength of the pull to it; for ORPO, the weight of the odds
+    ratio; for SimPO, the factor of the answers' log-probabilities, usually 2."""
     gamma: float = 0.5
-    """Of SimPO, the margin between the answers."""
+    """For SimPO, the margin between the answers."""
     label_smoothing: float = 0.0
     """Share of the preferences that DPO takes to be the wrong way round."""
     desirable_weight: float = 1.0
-    """Of KTO, the weight of desirable answers."""
+    """For KTO, the weight of desirable answers."""
     undesirable_weight: float = 1.0
-    """Of KTO, the weight of undesirable answers, for data that has more of one kind."""
+    """For KTO, the weight of undesirable answers, as data may have more of one kind."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,7 +104,7 @@ class Config(finetuning.Config):
 
 
 def train(run: Run[Config], base: finetuning.Base, data: text.Text) -> None:
-    """Fine-tune a language model, on preferences where the data are some; save and show it."""
+    """Fine-tune a language model on text or on preferences; save and show it."""
     pairs = run.config.data.format in PREFERENCES
     if run.config.objective == "reward":
         return reward_model.train(run, base, data)

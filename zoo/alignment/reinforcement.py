@@ -46,7 +46,7 @@ class Config(finetuning.Config):
     """Function of a prompt, an answer and the prompt's row that returns a number, or numbers by
     name, which are added up: MODULE:NAME. Without files, that of the puzzles."""
     reward_seconds: float = may_differ(10.0)
-    """Time for one call of it."""
+    """Seconds that one call of it may take."""
     reward_workers: int = may_differ(2)
     """Processes that call it."""
     reward_on_error: float = 0.0
@@ -56,19 +56,19 @@ class Config(finetuning.Config):
     max_new_tokens: int = 64
     """Tokens of an answer, at most."""
     temperature: float = 1.0
-    """Temperature that answers are drawn, and their log-probabilities computed, at."""
+    """Temperature at which answers are drawn, and their log-probabilities computed."""
     advantage: Advantage = "group"
     """Advantage of an answer over its group: less the mean, over the standard deviation (group) or
     not (group_mean), or less the mean of the others (leave_one_out)."""
     updates: int = 1
-    """Updates of the same answers; with more than one the first rescores them."""
+    """Updates on the same answers; before more than one, they are rescored."""
     mask_cut: bool = False
     """Learn nothing from answers that did not end within max_new_tokens."""
     policy: PolicyConfig = PolicyConfig()
     solved: float = 1.0
     """Reward from which an answer counts as right."""
     dropout: float | None = 0.0
-    """Rate of dropout in updates, which then learn of another model than the one that answered;
+    """Rate of dropout in updates, which then learn from another model than the one that answered;
     None: that of the stored model."""
     eval_samples: int = may_differ(8)
     """Answers to each held-out prompt: pass@1 is the share that is right, and pass@N, of so many,

@@ -1,7 +1,7 @@
 """A reward model: any model under a head of one output, which gives answers a score.
 
-It learns of pairs, whose chosen answer is to have the higher one (Bradley and Terry 1952; Ouyang et
-al. 2022). The score is read at the token that ends an answer, so that it is of a whole one.
+It learns from pairs, whose chosen answer is to have the higher score (Bradley and Terry 1952;
+Ouyang et al. 2022). The score is read at the token that ends an answer, so that it is of the whole.
 
 Legend of suffixes: B batch, T time, E embed, S sides (chosen, rejected).
 """
@@ -41,7 +41,7 @@ def bradley_terry(
 ) -> tuple[Array, Array, Metrics]:
     """The loss of a reward model on pairs, -log σ(score(chosen) - score(rejected)).
 
-    It is as `make_train_step` takes it, of a `Classifier` of one class, and of the batches of a
+    It is as `make_train_step` takes it, for a `Classifier` of one class and the batches of a
     `PairDataset`. The metrics are means over pairs: `accuracy`, the share whose chosen answer has
     the higher score, `margin`, the difference, and `score`, of both answers.
 

@@ -42,7 +42,7 @@ def rewarding(
 ) -> Iterator[Callable[[Sequence[Item]], list[Reward]]]:
     """A context with the rewards of (prompt, answer, row), in their order, by a function.
 
-    It is called in `workers` processes, which the context ends, for `seconds` at most.
+    It is called in `workers` processes, which the context ends, each time for `seconds` at most.
 
     Raises:
         ValueError: the function cannot be imported, or is not a function.

@@ -35,7 +35,7 @@ class Tempered(eqx.Module):
 def of_tokens(
     model: PyTree, batch: dict[str, Array], temperature: float = 1.0
 ) -> Float[Array, "batch seq"]:
-    """The log-probability of each target at a temperature, without dropout and a gradient."""
+    """The log-probability of each target at a temperature, without dropout or a gradient."""
     with dropping_out(None):
         readout, x_BTE = losses.readout_and_input(model, batch, None)
     readout = Tempered(readout, temperature)
@@ -66,8 +66,8 @@ def differentiable(
 ) -> tuple[Array, Metrics]:
     """`sums` of the targets' log-probabilities, a total, which has a gradient, and metrics.
 
-    The total is no sum over tokens, as a chunked loss is. Where logits are large its gradient is
-    that of one whose weights are the derivatives by the losses, which a first pass computes.
+    Unlike a chunked loss, the total is no sum over tokens. Where logits are large its gradient is
+    that of a chunked loss whose weights are its derivatives by the losses, from a first pass.
     """
     if in_forward_mode() or losses.num_chunks(jax.eval_shape(readout, x_BTE)) == 1:
         return sums(-losses.token_losses(readout(x_BTE), targets_BT))

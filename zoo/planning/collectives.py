@@ -6,7 +6,7 @@ all-reduce twice that, all-to-all (n-1)/n of what the device holds, collective-p
 
 A slice of TPUs is a grid whose chips have links to their neighbours alone. A dimension closes to a
 ring only where the slice has all of it: 16 chips of v5e and v6e; of v4, v5p and 7x every dimension,
-if all are multiples of 4 (so the pages on each version of the Cloud TPU documentation; that of 7x
+if all are multiples of 4 (as the Cloud TPU documentation's page on each version says; that on 7x
 refers to v5p). The two devices of a 7x share its links, each with half. GPUs of one machine are
 joined by a switch. Between slices, or machines, there is a slower network.
 """
@@ -40,7 +40,7 @@ class Collective:
     times: int
     group_size: int
     groups: Groups = ()
-    """The devices that take part together, of all groups, by their place in the program."""
+    """The devices that take part together, group by group, by their places in the program."""
     pairs: Groups = ()
     """The source and the target of each transfer of a permute."""
 
@@ -65,10 +65,10 @@ def collectives(program: Program) -> list[Collective]:
 
 
 def channel_of_parts(instruction: Instruction) -> str | None:
-    """The channel of a collective that a TPU's compiler cuts over several fusions; None of others.
+    """The channel of a collective that a TPU's compiler cuts over several fusions; else None.
 
-    It gives those a chain. A channel alone says nothing: all collectives that a `shard_map` calls
-    have the same.
+    The compiler gives such a collective a chain. A channel alone says nothing: all collectives that
+    a `shard_map` calls have the same.
     """
     return instruction.attribute(r"channel_id=(\d+).*chain_id=")
 
@@ -101,7 +101,7 @@ def bytes_by_kind(
 
 
 def kind_of(instruction: Instruction) -> Kind | None:
-    """The kind of collective that an instruction is, or starts; None of any other."""
+    """The kind of collective that an instruction is, or starts; None for any other."""
     if instruction.opcode == "send":  # to other slices, by the host
         found = instruction.attribute(r'_xla_megascale_transfer_type="(\w+)"') or ""
         name = found.lower().replace("_", "-")
@@ -256,7 +256,7 @@ class Topology:
         return (self.chip.interconnect or math.inf) / max(self.chip.links, 1)
 
     def between(self, collective: Collective) -> float:
-        """Of the bytes that a device sends each time, those to other slices."""
+        """How many of the bytes that a device sends each time go to other slices."""
         if collective.kind == "collective-permute":
             crossing = any(self.slices[a] != self.slices[b] for a, b in collective.pairs)
             return collective.bytes if crossing else 0.0
@@ -264,7 +264,7 @@ class Topology:
         n, k = len(group), len({self.slices[device] for device in group})
         if k == 1:
             return 0.0
-        # By parts: of an all-gather a slice's chips each fetch their part from the other slices,
+        # By parts: for an all-gather a slice's chips each fetch their part from the other slices,
         # and share it; an all-to-all has nothing to share.
         parts = n - n / k if collective.kind == "all-to-all" else k - 1
         return collective.bytes * parts / (n - 1)
@@ -273,7 +273,7 @@ class Topology:
         """The seconds of a collective, each time, with the links to itself.
 
         Each link moves data both ways at once, and all that a group's devices have in the
-        dimensions of the group take part: two of a ring in each dimension, of a line one, as its
+        dimensions of the group take part: two in each dimension of a ring, one in a line, as its
         ends have no more. Groups that lie between each other share them. What is for other slices
         goes there at the same time.
         """
@@ -305,7 +305,7 @@ class Topology:
         return max(collective.groups, key=lambda group: len({self.slices[x] for x in group}))
 
     def _spans(self, group: Sequence[int]) -> Iterator[tuple[int, int, bool, float]]:
-        """Of each dimension over which a group is spread: how many places, whether in a ring, and
+        """For each dimension over which a group is spread: how many places, whether in a ring, and
         how many groups share its links."""
         here = [self.places[x] for x in group if self.slices[x] == self.slices[group[0]]]
         for axis, size in enumerate(self.shape):
@@ -334,8 +334,8 @@ class Topology:
 def topology_of(chip: Chip, shape: tuple[int, ...], devices: Sequence[Any]) -> Topology:
     """The topology of the devices of a mesh, in its order, by what JAX says of them.
 
-    `shape` is a slice's. Of devices that stand for others, as virtual ones do, each slice has as
-    many as follow each other.
+    `shape` is a slice's. Of devices that stand in for others, such as virtual ones, each slice has
+    the same number, one after another.
     """
     if chip.links:
         places = tuple(tuple(device.coords)[: len(shape)] for device in devices)

@@ -54,22 +54,22 @@ class Config:
     target: str
     """TPU slice, such as v5e:1x1, v5e:4x4, v5p:4x4x4 or v6e:16x16 (v4 too); or a number of GPUs, by
     name or by memory, or of virtual CPU devices, such as rtx4090:1, h200:8, 24GiB:1 or cpu:8.
-    Several slices or machines: as 2xv5e:4x4."""
+    Several slices or machines: 2xv5e:4x4."""
     method: Literal["full", "lora"] = "full"
     """Train the parameters themselves, or adapters of low rank beside them, which stay as they are
     in memory."""
     base: Base = "stored"
-    """Of lora: the form of the matrices in memory, as stored (a published size in bf16), or in 8 or
-    4 bits."""
+    """For lora: the form of the matrices in memory, as stored (a published size in bf16), or in 8
+    or 4 bits."""
     mesh: str = sharding.storage_mesh(-1)
-    """Devices by axis, such as fsdp=8,tensor=2; -1 takes the remaining ones. With "search" the
-    fastest, with the flags, remat, microbatches and kernel to go with it: each is compiled."""
+    """Devices by axis, such as fsdp=8,tensor=2; -1 takes the remaining ones. "search" finds the
+    fastest, with the flags, remat, microbatches and kernel to go with it, by compiling each."""
     batch_size: int | None = None
     """Rows of a batch, on all devices together; one per part of the batch if not given."""
     seq_len: int = 4096
     """Tokens of a row; a picture has those of the model's image size."""
     remat: Policy = "full"
-    """Rematerialisation in the backward pass: none, dots, dots_no_batch, full, or of names."""
+    """Rematerialisation in the backward pass: none, dots, dots_no_batch, full, or names."""
     precision: Precision = "bf16"
     """Dtype of activations and products; master weights are fp32. int8: bf16, with the products of
     blocks in int8."""
@@ -78,7 +78,7 @@ class Config:
     sequence_parallel: bool = False
     """Split activations along the sequence between the tensor-parallel parts."""
     kernel: Implementation = "auto"
-    """Attention kernel, as of recipes.lm."""
+    """Attention kernel, as in recipes.lm."""
     xla: Flags = "default"
     """Set of the compiler's flags: no_windows, scatter_layouts or gathers (TPUs)."""
     optimizer: Literal["adamw", "adam", "lion", "adafactor", "muon"] = "adamw"

@@ -48,7 +48,7 @@ def parts_of_collectives(program: Program) -> frozenset[str]:
 def accessed(instruction: Instruction, parts: frozenset[str]) -> float:
     """The bytes that an instruction reads and writes, each time; `parts_of_collectives` are given.
 
-    Of a collective that runs beside fusions, its end alone counts, with what it writes.
+    For a collective that runs beside fusions, its end alone counts, with what it writes.
     """
     if instruction.opcode in _NO_TRAFFIC or instruction.opcode.endswith("-done"):
         return 0.0
@@ -91,9 +91,9 @@ def _accesses(instruction: Instruction, parts: frozenset[str]) -> Iterator[float
 
 
 def _carried(fused: Computation, parts: frozenset[str]) -> set[str]:
-    """Names in a fusion of a collective that runs beside it, and of values handed on to that.
+    """The names, in a fusion, of a collective that runs beside it, and of values handed on to it.
 
-    That is on its way, and is moved once: not by each fusion.
+    Such a value is on its way, and is moved once, not by each fusion.
     """
     found = {
         x.name

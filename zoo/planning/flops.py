@@ -30,10 +30,10 @@ Amounts = Mapping[Any, float]
 def count(jaxpr: Any, of: Any = None) -> float:
     """FLOPs of the products of a jaxpr, on all devices together: two per multiply and add.
 
-    Loops count as often as they run, of branches the dearest which is not marked as seldom taken, a
-    kernel by its estimate or else as what it executes, and the program of one device in a
-    `shard_map` as often as there are devices. Given a dtype, only those `of` operands of it, and no
-    kernel.
+    Loops count as often as they run, branches by the dearest that is not marked as seldom taken, a
+    kernel by its estimate or else by what it executes, and the program of one device in a
+    `shard_map` as often as there are devices. Given a dtype, only products `of` such operands
+    count, and no kernel.
 
     Raises:
         ValueError: products in a loop or a kernel of which it is not known how often it runs.
@@ -196,7 +196,7 @@ def _is_kernel(equation: Any) -> bool:
 def _kernel_name(equation: Any, scope: str) -> str:
     """The name of the kernel that a call runs, as the compiled program has it.
 
-    That is its own, or if it has none the one of the function around it which is jitted.
+    That is its own or, if it has none, that of the jitted function around it.
     """
     params = equation.params
     if "name_and_src_info" in params:  # of earlier versions of JAX
@@ -206,7 +206,7 @@ def _kernel_name(equation: Any, scope: str) -> str:
 
 
 def _executed(equation: Any, scope: str) -> float:
-    """FLOPs of all steps of a kernel's call: of rows in groups a tile counts for each such group.
+    """FLOPs of all steps of a kernel's call: with rows in groups, a tile counts for each of them.
 
     Raises:
         ValueError: a grid whose size is not known, and no table that says how long it may be.

@@ -39,7 +39,7 @@ class Instruction:
     opcode: str
     operands: tuple[str, ...]
     text: str
-    """The text between the parentheses: of a constant or a parameter, its value or number."""
+    """The text between the parentheses: for a constant or a parameter, its value or number."""
     attributes: str
     home: "Computation"
 
@@ -129,7 +129,7 @@ class Visit:
     """Tells apart the loop bodies, branches and calls that a fused computation belongs to."""
     unknown_loops: tuple[str, ...] = ()
     caller: tuple[int, str] | None = None
-    """The scope and the name of the instruction that calls it; None of the whole program."""
+    """The scope and the name of the instruction that calls it; None for the whole program."""
 
 
 def read(text: str) -> Program:
@@ -193,12 +193,12 @@ def _balanced(text: str, start: int) -> int:
 
 
 def arrays(type_: str) -> list[str]:
-    """The types of the arrays in a type, of a tuple or of tuples in it in their order."""
+    """The types of the arrays in a type, in their order; a tuple may have tuples in it."""
     return [match.group() for match in _ARRAY.finditer(type_)]
 
 
 def num_bytes(type_: str, *, in_main_memory: bool = False) -> int:
-    """The bytes of a type, of a tuple all of it.
+    """The bytes of a type, or of all types in a tuple.
 
     With `in_main_memory` less what lies in a chip's own memory, which a layout marks as `S(1)`.
     """

@@ -111,7 +111,7 @@ class Estimate:
     flops: float
     """Of the products of a step, of all devices together."""
     int8_flops: float = 0.0
-    """Those among them of int8."""
+    """The int8 operations among them."""
     traffic: float
     """Bytes between a device and its memory."""
     collectives: list[collectives.Collective]
@@ -119,7 +119,7 @@ class Estimate:
     text: str = ""
     """The compiled program."""
     devices: tuple[Any, ...] = ()
-    """Those of the mesh, in the program's order."""
+    """The mesh's devices, in the program's order."""
     kernels: dict[str, tuple[float, float]] = field(default_factory=dict)
     """FLOPs and bytes of a device's Pallas kernels in a step, by their names."""
 

@@ -115,7 +115,7 @@ def _split_sizes(config: Sizes) -> list[int]:
 
 
 def _seconds(where: Topology, ids: np.ndarray, kind: Kind, whole: float, axis: str) -> float:
-    """Of one collective over an axis, by the bytes of its whole."""
+    """The seconds of one collective over an axis, by the bytes of its whole."""
     groups = np.moveaxis(ids, MESH_AXES.index(axis), -1)
     n = groups.shape[-1]
     if n == 1:

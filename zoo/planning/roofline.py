@@ -4,8 +4,8 @@ There are two bounds. That of full overlap takes all products, all of the memory
 transfers as if the others were hidden behind the longest of them: no program on the chip is faster.
 That by instruction (`times`) takes instruction after instruction, in the order of the compiled
 program, overlaps what the compiler does, and nothing else: this program is not faster. It has flash
-kernels at the best share of the peak that is measured of them, and all else at the peaks. What is
-to be expected (`Roofline.expected`) has all at the shares that are measured (`EFFICIENCIES`).
+kernels at the best share of the peak that was measured, and all else at the peaks. What is to be
+expected (`Roofline.expected`) has all at the measured shares (`EFFICIENCIES`).
 """
 
 import math

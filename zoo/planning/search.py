@@ -60,8 +60,8 @@ def suggest(estimate: Estimate, others: Iterable[tuple[str, Job]] = ()) -> str |
 def fastest(found: list[Candidate], job: Job, target: Target) -> tuple[Estimate, str]:
     """The fastest settings for a job, with the reason; each is compiled, as training compiles it.
 
-    From the best mesh by hand whose step fits, or the first change of it that does, one kind of
-    settings after another: those first that have been worth the most.
+    It begins with the best mesh by hand whose step fits, or with its first change that does, and
+    tries one kind of settings after another, the kinds first that have been worth the most.
 
     Raises:
         ValueError: no mesh divides, or none fits.
@@ -159,7 +159,8 @@ class Search:
     def keep_more(self) -> None:
         """Use the memory that is left: fewer microbatches, then policies that recompute less.
 
-        One that does not fit is tried with twice the microbatches, and is the last if that neither.
+        One that does not fit is tried with twice the microbatches, and is the last if that fails
+        too.
         """
         assert self.best is not None
         accumulate = self.best.job.accumulate

@@ -23,7 +23,7 @@ class Target:
     name: str
     chip: Chip
     shape: tuple[int, ...]
-    """Of a slice, or the devices of a machine."""
+    """The shape of a slice, or the devices of a machine."""
     present: tuple[Any, ...] = ()
     """The devices, where they are this machine's."""
     num_slices: int = 1
@@ -45,7 +45,7 @@ class Target:
         return native_precision() if self.chip.kind == "cpu" else "bf16"
 
     def devices(self) -> list[Any]:
-        """Devices to compile for: of a TPU its own, else virtual ones of this machine's CPU.
+        """Devices to compile for: for a TPU its own, else virtual ones of this machine's CPU.
 
         Raises:
             ValueError: an unknown topology.
