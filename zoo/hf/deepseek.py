@@ -103,19 +103,19 @@ LATENT = layer(
 
 
 def _apart(rows: np.ndarray) -> np.ndarray:
-    """Rows whose rotary pairs lie side by side, with half of them between the two of a pair."""
+    """Rows whose rotary pairs lie side by side, with the firsts of all pairs before the seconds."""
     return np.concatenate([rows[..., ::2], rows[..., 1::2]], axis=-1)
 
 
 def _queries(config: transformer.Config) -> list[np.ndarray]:
-    """Those of each head, the ones that rotate first."""
+    """The rows of each head, the ones that rotate first."""
     rows = np.arange(config.num_heads * config.head_size).reshape(config.num_heads, -1)
     plain, rotary = np.split(rows, [config.head_size - config.rotary_size], axis=1)
     return [np.concatenate([_apart(rotary), plain], axis=1).ravel()]
 
 
 def _keys(config: transformer.Config) -> list[np.ndarray]:
-    """Of the latent vector, and of the key that all heads share."""
+    """The rows of the latent vector, and of the key that all heads share."""
     rank = config.attention.latent.kv_rank or 0
     return [np.arange(rank), _apart(np.arange(rank, rank + config.rotary_size))]
 
@@ -129,7 +129,7 @@ def _of_heads(config: transformer.Config) -> list[np.ndarray]:
 
 def _rules(length: int) -> tuple[Rule, ...]:
     return (
-        *sizes(hidden="moe_intermediate_size")[:-1],  # of a head, it has other fields
+        *sizes(hidden="moe_intermediate_size")[:-1],  # for the size of a head it has other fields
         SILU,
         ScaledRotary(max_seq_len=length),
         Latent(),
@@ -141,7 +141,7 @@ latent = partial(  # a family with DeepSeek's names
     decoder,
     tensors=DENSE | LATENT | SHARED_EXPERTS | QWEN3_EXPERTS | LOAD_BIAS,
     splits={"q": _queries, "kv": _keys, "of": _of_heads},
-    # What follows from other fields, and what is of training or of heads that are left out.
+    # Fields that follow from others, or are for training or for heads that are left out.
     ignored=words(
         "aux_loss_alpha ep_size head_dim num_mtp_layers num_nextn_predict_layers pretraining_tp "
         "qk_head_dim seq_aux"

@@ -46,7 +46,7 @@ class SharedExperts(Rule):
 
 @dataclass(frozen=True)
 class HeadSizes(Rule):
-    """The heads of delta nets, by default as many as of attention, and keys of 3/4 of the width."""
+    """The heads of delta nets, by default as many as attention's, and keys of 3/4 of the width."""
 
     def read(self, fields: Fields) -> dict[str, Any]:
         count = fields.values.get("num_attention_heads", 30)
@@ -72,7 +72,7 @@ class HeadSizes(Rule):
 
 @dataclass(frozen=True)
 class PositionsOrNone(Rule):
-    """Rotary positions, or with a `rope_theta` of null in `rope_parameters` none."""
+    """Rotary positions, or none where `rope_theta` in `rope_parameters` is null."""
 
     rotary: Rotary
 

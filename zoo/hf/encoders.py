@@ -17,7 +17,7 @@ from zoo.hf.rules import Choice, Computed, Each, Fields, Fixed, LayerTypes, Rule
 
 @dataclass(frozen=True)
 class OffsetPositions(Rule):
-    """RoBERTa's: the table of positions goes on behind the row of the padding's id."""
+    """RoBERTa's: positions begin behind the table's row of the padding's id."""
 
     def read(self, fields: Fields) -> dict[str, Any]:
         padding, rows = fields.take("pad_token_id", 1), fields.take("max_position_embeddings", 512)

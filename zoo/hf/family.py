@@ -1,7 +1,7 @@
 """A family in Hugging Face's format: rules for configuration fields, and a map of tensor names.
 
 Both work in both directions. A transformer's family is found by the canonical form of its
-configuration, the one form of all those of the same model.
+configuration, which all configurations of the same model share.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class Head:
     """A head for classes in transformers."""
 
     pooling: str
-    """As of a `zoo.Classifier`, or "none" of a `zoo.TokenClassifier`."""
+    """As a `zoo.Classifier` has it, or "none" for a `zoo.TokenClassifier`."""
     bias: bool
     tensors: Mapping[str, Tensor]
     """The places of the head's parameters, and of a pooler that has other names there."""

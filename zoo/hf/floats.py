@@ -64,7 +64,7 @@ METHODS = ("mxfp4", "fp8")
 
 
 def decoded(weights: Weights, settings: dict, where: str) -> Weights:
-    """The tensors of a folder as its `quantization_config`, of one of `METHODS`, has them.
+    """The tensors of a folder, decoded by its `quantization_config`, which names one of `METHODS`.
 
     Raises:
         PublishError: settings that are not supported.

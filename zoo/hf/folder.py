@@ -298,7 +298,7 @@ def _open(
 def family_of(model: PyTree, prefer: str | None = None) -> Family:
     """The family of a model, or of its skeleton; of several that have it, the one to prefer.
 
-    That is the one that it came from, if none is given.
+    If none is given, that is the one that it came from.
 
     Raises:
         PublishError: no family has such a model; the message names the nearest family.
@@ -327,7 +327,7 @@ def family_of(model: PyTree, prefer: str | None = None) -> Family:
 def _dtype(weights: Weights, layout: Layout | Part, dtype: DTypeLike | None) -> Any:
     """`dtype`, or that in which a parameter is stored; the widest one if its tensors differ.
 
-    Of a quantised parameter's arrays always their own.
+    A quantised parameter's arrays always have their own.
     """
     if isinstance(layout, Part):
         return layout.dtype

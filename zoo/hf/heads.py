@@ -40,7 +40,7 @@ class UnderHead(Family):
 
     head: Head = head_at("none", "classifier")
     end: str = ""
-    """Of the name of the class in transformers."""
+    """The end of the class's name in transformers."""
     num_classes: int = 0
 
     def skeleton(self, config: Any) -> PyTree:
@@ -149,7 +149,7 @@ def num_labels(values: Mapping[str, Any], where: str) -> int:
 
 
 def labels(names: int | Sequence[str]) -> dict[str, Any]:
-    """The fields of the classes' names, or of so many without one."""
+    """The fields for the classes' names, or for so many classes without names."""
     names = [f"LABEL_{i}" for i in range(names)] if isinstance(names, int) else names
     return {
         "id2label": {str(i): name for i, name in enumerate(names)},

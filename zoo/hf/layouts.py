@@ -34,9 +34,9 @@ class Tensor:
     numbers, and `{prefix}` the family's prefix. `axes` are the tensor's axes by the parameter's
     names ("" if they are the same); a dot joins axes of the parameter that are one of the tensor:
     "heads.head_dim embed"; 1 is an axis of one element. `share` = (i, n): the parameter is the i-th
-    of n in the tensor. It has a share of the rows, by the family's `split` of that name; one share
-    is another order of the rows. Without a split all have as much of the axis with "part" in it, in
-    turn where that is last.
+    of n in the tensor. Its rows are given by the family's `split` of that name; one share is
+    another order of the rows. Without a split all have equal parts of the axis with "part" in it,
+    by turns where that is last.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Tensor:
     split: str = ""
 
 
-# The numbers of the rows that each of the parameters in a tensor has, of a configuration.
+# From a configuration to the numbers of the rows that each parameter in a tensor has.
 Split = Callable[[Any], Sequence[np.ndarray]]
 
 
@@ -133,7 +133,7 @@ class Layout:
         layers: Sequence[int] | None = None,
         split: Sequence[np.ndarray] = (),
     ):
-        """`layers` are the numbers of the layers that are stacked, if they are not all of them."""
+        """`layers` are the numbers of the layers that are stacked, if not all are."""
         self.tensor, self.layers, self.prefix = tensor, layers, prefix
         self.axes = tuple(name or LAYER for name in names)
         self.sizes = dict(zip(self.axes, shape, strict=True))
@@ -177,7 +177,7 @@ class Layout:
 
     @property
     def is_in_order(self) -> bool:
-        """Whether the tensor is its parameters one behind another."""
+        """Whether the tensor has its parameters one behind another."""
         if not len(self.shares):
             return True
         every = np.concatenate([*self.shares])
@@ -204,14 +204,14 @@ class Layout:
         return out
 
     def write(self, index: Mapping[str, int], part: np.ndarray) -> np.ndarray:
-        """The parameter's share of the tensor with these numbers; given some rows, these of it."""
+        """The parameter's share of the tensor with these numbers; given some rows, these alone."""
         order = [self._ours.index(axis) for axis in self._theirs]
         sizes = dict(zip(self._ours, part.shape, strict=True))
         shape = [math.prod(sizes.get(axis, 1) for axis in group) for group in self.factors]
         return np.ascontiguousarray(part.transpose(order).reshape(shape))
 
     def joined(self, shares: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
-        """The tensor, or rows of it, of the shares of all its parameters."""
+        """The tensor, or rows of it, from the shares of all its parameters."""
         shape = [*shares[0].shape]
         shape[self.shared] = self.tensor_shape[self.shared]
         whole = np.empty(shape, dtype)

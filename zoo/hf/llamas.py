@@ -16,13 +16,13 @@ from zoo.hf.layouts import consecutive, table
 from zoo.hf.rules import Choice, Fields, Rule, same, shortest
 
 SILU = Choice("hidden_act", "mlp", {"silu": "swiglu", "gelu_pytorch_tanh": "geglu"}, "silu")
-# Of hybrids, whose convolutions have the same activation: SiLU here.
+# For hybrids, whose convolutions have the same activation: SiLU here.
 ONLY_SILU = Choice("hidden_act", "mlp", {"silu": "swiglu"}, "silu")
 
 
 @dataclass(frozen=True)
 class Derived(Rule):
-    """A size that is that of the residual stream over a number: no other is supported."""
+    """A size that has to be the residual stream's divided by a number."""
 
     theirs: str = "head_dim"
     over: str = "num_attention_heads"

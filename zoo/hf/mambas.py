@@ -52,7 +52,7 @@ class Mamba(Rule):
 
 @dataclass(frozen=True)
 class Positions(Rule):
-    """Rotary positions, or with `position_embedding_type` null none."""
+    """Rotary positions, or none where `position_embedding_type` is null."""
 
     rotary: Rotary
 
@@ -72,7 +72,7 @@ class Positions(Rule):
 
 @dataclass(frozen=True)
 class GraniteExperts(Rule):
-    """Experts beside a shared MLP, or with none of them that MLP alone."""
+    """Experts beside a shared MLP, or that MLP alone."""
 
     def read(self, fields: Fields) -> dict[str, Any]:
         count = fields.take("num_local_experts", 8)

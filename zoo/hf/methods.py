@@ -344,7 +344,7 @@ def read_method(found: Any, where: str, quantize: str | None = None) -> Method:
         raise PublishError(f"{where}: {FIELD}={found!r}: has to be a table of settings")
     kind = found.get("quant_method")
     if kind is None and (found.get("load_in_4bit") or found.get("load_in_8bit")):
-        kind = "bitsandbytes"  # of the time when it was the only one
+        kind = "bitsandbytes"  # from the time when it was the only one
     if not isinstance(kind, str) or kind not in METHODS:
         raise PublishError(
             f"{where}: weights quantised by quant_method={kind!r} are not read, only "

@@ -2,10 +2,10 @@
 
 PEFT has one adapter per module of transformers', A of [rank, in] and B of [out, rank]; the zoo has
 one per matrix, for all layers together. Which module holds a matrix, and how its axes are joined
-there, is known by the table of its family in `hf`; in a model that Hugging Face lacks a matrix is a
-module of its own, named by its path. A module of several matrices, as GPT-2's `c_attn`, has their
-adapters side by side: its A has the ranks of all of them. A stack of experts has one adapter: the
-rows of its A are [experts, rank], and the columns of its B [rank, experts].
+there, is known by the table of its family in `hf`; in a model that Hugging Face lacks, each matrix
+is a module of its own, named by its path. A module of several matrices, as GPT-2's `c_attn`, has
+their adapters side by side: its A has the ranks of all of them. A stack of experts has one adapter:
+the rows of its A are [experts, rank], and the columns of its B [rank, experts].
 """
 
 import json
@@ -180,8 +180,8 @@ class _Adapters:
             )
 
     def _copies(self) -> dict[str, tuple[int, ...]]:
-        """Tensors that PEFT stores once more, with their shapes: of a head under its adapter, which
-        is the base's, and of a retrained embedding as the head that it is too."""
+        """Tensors that PEFT stores a second time, with their shapes: the base's head under an
+        adapter, and a retrained embedding that is the head too."""
         copies = {}
         for name, linear in self._modules.items():
             if linear.end == "head":

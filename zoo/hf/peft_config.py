@@ -1,8 +1,8 @@
 """PEFT's `adapter_config.json`: which modules of a model have adapters, of which rank and scale.
 
-A module holds a matrix, or several. They are those of the model's family in Hugging Face's format:
-`q_proj`, `c_attn`; in a model that it lacks a matrix is a module of its own, named by its path.
-Experts are parameters of one module, stacked: `mlp.experts.gate_up_proj` and `down_proj`.
+A module holds a matrix, or several. Modules are those of the model's family in Hugging Face's
+format: `q_proj`, `c_attn`; in a model that it lacks, each matrix is a module of its own, named by
+its path. Experts are parameters of one module, stacked: `mlp.experts.gate_up_proj` and `down_proj`.
 """
 
 import dataclasses
@@ -66,7 +66,7 @@ _NOTHING: tuple[Any, ...] = (None, False, "none", [], {})
 
 @dataclass(frozen=True)
 class Linear:
-    """A matrix of a model, and the module that it is the weight of, or a part of the weight."""
+    """A matrix of a model, and the module whose weight it is, or a part of that."""
 
     module: str
     """The module's name, a template as in `Tensor`."""
@@ -102,7 +102,7 @@ class Linear:
         return self.sizes["experts"] if self.parameter else 1
 
     def names(self, prefix: str) -> list[str]:
-        """The name of the module in each layer; where each expert has one, of the first one's."""
+        """The name of the module in each layer; where each expert has one, the first expert's."""
         layers = self.layers or range(self.sizes.get(LAYER, 1))
         return [filled(self.module, prefix, {"layer": i, "experts": 0}) for i in layers]
 
@@ -208,7 +208,7 @@ def nested(chosen: Mapping[str, Linear]) -> dict[str, Linear]:
 
 
 def short_names(linear: Linear, others: Collection[Linear], prefix: str) -> list[str]:
-    """The names to choose a module by in all layers, and none of the others."""
+    """The names that choose a module in all layers, and no other module."""
     names = linear.targets(prefix)
     modules = {other.targets(prefix)[0] for other in others} | {names[0]}
     words = re.sub(r".*\.\d+\.", "", names[0]).split(".")

@@ -1,7 +1,7 @@
 """Retrained embeddings and heads in PEFT's format: `trainable_token_indices`, `modules_to_save`.
 
-Of the rows of some tokens PEFT stores their values, in the order of the ids; of a whole module its
-weight. Where the head is the embedding, trained rows are in both, and a whole embedding is only
+For the rows of some tokens PEFT stores their values, in the order of the ids; for a whole module
+its weight. Where the head is the embedding, trained rows are in both, but a whole embedding only
 with `ensure_weight_tying`.
 """
 

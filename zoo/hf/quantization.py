@@ -1,8 +1,8 @@
 """Quantised matrices of Hugging Face's files as the zoo's: slices of codes, scales, zero points.
 
 A file has a matrix as [outputs, inputs] in a method's own packing, with heads flattened. A group
-that spans several heads becomes several with the same scale, so that values stay what they are.
-Which matrices of a folder are quantised, its tensors say; how, `quantization_config`.
+that spans several heads becomes several with the same scale, so that values stay what they are. A
+folder's tensors say which matrices are quantised, and its `quantization_config` how.
 """
 
 import abc
@@ -96,7 +96,7 @@ class Part:
     """One array of a quantised parameter; read as a `Layout` is."""
 
     layout: Layout
-    """Of its values one by one: of codes before two share a byte."""
+    """The layout of its values one by one: of codes, before two share a byte."""
     dtype: Any
     read_matrix: Callable[[Matrix, Index, Read], np.ndarray]
     matrices: Mapping[str, Matrix]
@@ -121,7 +121,7 @@ class Part:
 
         if self.packed is None:
             return self.layout.read(slices, dtype, matrix)
-        # Whole groups are read, for each has its halves in one another's bytes.
+        # Whole groups are read, as the halves of each share their bytes.
         start, stop, _ = slices[self.packed].indices(self.shape[self.packed])
         half = self.group // 2
         first, last = start // half, -(-stop // half)

@@ -78,7 +78,7 @@ def _number(value: Any, ours: str) -> Any:
 
 
 def _take_theta(fields: Fields, name: str, default: float, *given: Mapping[str, Any]) -> Any:
-    """The base of the wavelengths, of the field `name` and of rotary parameters, which agree."""
+    """The base of the wavelengths, from the field `name` and rotary parameters, which agree."""
     theta = fields.take(name, default)
     found = [theta] if name in fields.values else []
     found += [parameters.get("rope_theta", theta) for parameters in given]
@@ -109,11 +109,11 @@ class Rotary(Rule):
     """`max_position_embeddings` and the rotary wavelengths, in the old and the new format.
 
     `local` is the base of layers with a window, if they have their own, as in Gemma 3, or the same
-    "theta", which is not stretched there (OLMo 3). Both formats
-    are written: version 5 of transformers keeps to the new one, and those before know only the old.
-    `fraction` is the default of the share of a head's features that rotates, where it may be less
-    than one. Text has one position per token, so that what is said of three makes no difference.
-    If it `grows`, queries do by the parameter of Llama 4, and the longest text may be said twice.
+    "theta", which is not stretched there (OLMo 3). Both formats are written: version 5 of
+    transformers keeps to the new one, and earlier ones know only the old. `fraction` is the default
+    of the share of a head's features that rotates, where it may be less than one. Text has one
+    position per token, so that fields for three make no difference. With `grows`, queries grow by
+    Llama 4's parameter, and the longest text may be given twice.
     """
 
     theta: float = 10_000.0

@@ -181,7 +181,7 @@ class Choice(Rule):
 
 @dataclass(frozen=True)
 class Computed(Rule):
-    """A field of another form: what it gives, by its value and all fields, and it by a `Config`."""
+    """A field of another form: what it gives, from its value and all fields, and the reverse."""
 
     theirs: str
     default: Any
@@ -219,7 +219,7 @@ _TYPES = {ours: theirs for theirs, ours in _KINDS.items()}
 class LayerTypes(Rule):
     """A sliding window on some layers, by `layer_types` or, in older files, by a period.
 
-    The last of each `period` layers has no window, without a period all have one.
+    The last of each `period` layers has no window; without a period all have one.
     """
 
     period: int | None

@@ -19,7 +19,7 @@ from zoo.publishing.tensors import outline, slice_reader
 
 INDEX = "model.safetensors.index.json"
 PICKLED = (".bin", ".ckpt", ".pt", ".pth")
-# How files of old name what newer ones name otherwise, and some newer ones do again.
+# Old names of tensors, which some newer files have again.
 _OLD = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 
@@ -94,7 +94,7 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def are_present(folder: Path) -> bool:
-    """Whether all files of a folder's weights are there: of a hub's model none may be."""
+    """Whether all files of a folder's weights are there: a hub's model may have none."""
     if not any((folder / name).is_file() for name in (INDEX, WEIGHTS)):
         return False
     return all((folder / name).is_file() for name in weight_files(folder))
