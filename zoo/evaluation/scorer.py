@@ -65,9 +65,9 @@ class Scorer:
 
     Rows are padded to buckets of lengths, each compiled once, and lie over `mesh`, by default the
     model's own; a batch has about `batch_tokens` tokens. A row has `max_length` tokens at most,
-    which are the model's positions if not given, or 2048 of a model without a limit. Results depend
-    neither on the batch nor on the mesh but for rounding, and every process gets all of them. The
-    model computes in the dtype of its parameters.
+    which are the model's positions if not given, or 2048 for a model without a limit. Results
+    depend neither on the batch nor on the mesh but for rounding, and every process gets all of
+    them. The model computes in the dtype of its parameters.
 
     Raises:
         ValueError: a language model without a next token, or a `max_length` beyond its positions.
@@ -167,7 +167,7 @@ class Scorer:
         """The continuation of each prompt, up to the model's own end or one of `stops`.
 
         They come a batch at a time, each without its end. `sampling` are options of `zoo.generate`;
-        each batch has a random stream of its own, of `key` and its number, on any mesh. A prompt
+        each batch has a random stream of its own, from `key` and its number, on any mesh. A prompt
         that leaves no room for `max_new_tokens` loses its beginning, which is said once.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Tasks made from the source of Python's standard library, of the files that are held out.
+"""Tasks made from the source of Python's standard library, from the files that are held out.
 
 The files are what `recipes.lm` and `recipes.rnn` hold out by default, so that the models of
 the shelf have not been trained on them. Functions that training files have too, or that differ from

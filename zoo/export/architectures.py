@@ -17,7 +17,7 @@ class Target:
     """An architecture of llama.cpp's, and what of the zoo's models it computes."""
 
     name: str
-    """In GGUF, such as "llama"."""
+    """Its name in GGUF, such as "llama"."""
     mlp: tuple[str, ...] = ("swiglu",)
     interleaved: bool = False
     """Whether the two features of a rotary pair lie side by side."""
@@ -92,7 +92,7 @@ TARGETS: Mapping[str, Target] = {
     ),
     "gpt_oss": Target("gpt-oss", ("swiglu_clamped",), windows=True, head=True, biases="needed"),
 }
-# The model whose layers llama.cpp knows the larger ones of these by, with another factor of logits.
+# The layers by which llama.cpp knows the largest of these models, with another factor of logits.
 _LARGEST = {"gemma2": 46, "gemma3": 62}
 
 
@@ -169,7 +169,7 @@ def _of_length(scaling: RopeScaling) -> float:
 
 
 def context_length(target: Target, config: Config) -> int:
-    """Positions of a context: up to the window, where an architecture has none."""
+    """Positions of a context: up to the window, where an architecture has no windows."""
     window = None if target.windows else config.attention.window
     if not any(kind.startswith("local") for kind in config.all_layer_kinds):
         window = None

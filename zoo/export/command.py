@@ -35,7 +35,7 @@ class Config:
     tokenizer: bool = True
     """Put the model's tokenizer and chat template there; without, the engine takes ids alone."""
     length: int = 512
-    """Of programs: the tokens of a text at most, prompt included, a power of two."""
+    """For programs: the most tokens of a text, prompt included; a power of two."""
 
     def __post_init__(self) -> None:
         require(

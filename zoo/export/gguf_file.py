@@ -137,7 +137,7 @@ class Source:
     def _pairs(self) -> np.ndarray:
         """The features of a head, with the two of each rotary pair side by side.
 
-        Of latent attention the ones that rotate come last.
+        For latent attention the ones that rotate come last.
         """
         config = self.model.config
         size = config.rotary_size if config.positions.kind == "rotary" else 0

@@ -36,7 +36,7 @@ PRE_TOKENIZERS: dict[tuple[str, ...], str] = {
     ("|".join((*_CASED, r"\p{N}", _SLASHED)),): "tekken",
     _DEEPSEEK: "deepseek-v3",
 }
-# Those that llama.cpp's own patterns are not the same as.
+# The ones that differ from llama.cpp's own patterns.
 LATIN_CASES = ("gpt-4o", "tekken")
 # The same patterns for tokenizers that take a whole word of the vocabulary before any merge.
 _WHOLE_WORDS = {"smaug-bpe": "llama-bpe", "tekken": "tekken"}
@@ -152,7 +152,7 @@ def _bytes(content: dict, tokens: Sequence[str]) -> tuple[dict[str, Any], list[s
 
 
 def _pieces(content: dict, tokens: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Merges of characters, as of SentencePiece: the pair whose piece has the highest score."""
+    """Merges of characters, as in SentencePiece: the pair whose piece has the highest score."""
     steps = _flat(content["normalizer"], "normalizers")
     steps += _flat(content["pre_tokenizer"], "pretokenizers")
     prepends, notes = False, []

@@ -19,7 +19,7 @@ Change = Callable[[Row, np.random.Generator], Row]
 
 
 def crop(size: int, smallest: float = 0.35) -> Change:
-    """A square of `size` pixels, of a part of the picture: of its area `smallest` to 1.
+    """A square of `size` pixels, from a part of the picture with `smallest` to 1 of its area.
 
     Sides are in a ratio of 3/4 to 4/3 before they are resized (Szegedy et al. 2015).
     """

@@ -27,7 +27,7 @@ class LabelledPictures:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of both parts: others mean other batches."""
+        """A hash of both parts: another one means other batches."""
         return checksums.of_values([self.train.fingerprint, self.held_out.fingerprint])  # type: ignore[attr-defined]
 
 

@@ -1,7 +1,7 @@
 """Pictures by their numbers, decoded as they are read: from a folder per class, or from a column.
 
-A source keeps names alone, and what is read and decoded, in the threads that make batches ahead of
-the step, are the pictures of a batch.
+A source keeps names alone: only the pictures of a batch are read and decoded, in the threads that
+make batches ahead of the step.
 """
 
 import copy
@@ -113,11 +113,11 @@ class _Pictures:
 
 
 class Folder(_Pictures):
-    """The pictures in the folders of a folder, each of which has those of the class of its name.
+    """The pictures in the folders of a folder, one for each class and with its name.
 
     A row is a dict of `image`, uint8[height, width, channels], and `label`, int32[], the number of
-    the class in `classes`, whose order is that of their names. Names are listed, and no picture is
-    opened, before its row is asked for; with `skip_damaged` all are decoded once, and the ones that
+    the class in `classes`, whose order is that of their names. Names are listed, but no picture is
+    opened before its row is asked for; with `skip_damaged` all are decoded once, and the ones that
     cannot be are left out and counted, in `num_skipped`.
 
     Raises:
@@ -186,14 +186,14 @@ def _is_picture(name: str) -> bool:
 
 
 class Encoded(_Pictures):
-    """Pictures that are encoded in a column, as of a Parquet file, and their labels.
+    """Pictures that are encoded in a column, such as a Parquet file's, and their labels.
 
     `column` gives for i the bytes of picture i, or a dict with them as `bytes`, as Hugging Face's
     data sets have. `labels` are numbers, or names, whose order gives the numbers. Rows are as
     `Folder` has them.
 
     Raises:
-        ValueError: as many pictures as labels there are not, or fewer than two classes.
+        ValueError: another number of pictures than of labels, or fewer than two classes.
     """
 
     def __init__(

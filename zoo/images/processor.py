@@ -62,7 +62,7 @@ class Processor:
         )
 
     def save(self, folder: Path) -> None:
-        """Write the file that `of` reads, and transformers does."""
+        """Write the file that `of` and transformers read."""
         sides = lambda x: {"height": x[0], "width": x[1]}  # noqa: E731
         size = {"shortest_edge": self.size}
         if not isinstance(self.size, int):

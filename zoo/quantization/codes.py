@@ -15,7 +15,7 @@ from jaxtyping import Array, Integer
 
 from zoo.nn.products import Kind
 
-StoredKind = Kind | Literal["fp4"]  # and what is read alone
+StoredKind = Kind | Literal["fp4"]  # and a kind that is only read
 
 # The quantiles of N(0, 1) that QLoRA (Dettmers et al. 2023, appendix E) gives, as bitsandbytes has
 # them: zero is one of them, and so are -1 and 1.
@@ -66,7 +66,7 @@ def _in_blocks(x: Array, blocks: Sequence[int]) -> tuple[Array, tuple[int, ...],
 def pack(codes: Any, axis: int, group: int) -> Any:
     """Two codes of 4 bits per byte along an axis, in groups: the first half of each is low.
 
-    They are an array of JAX's or of numpy's, and so is what is returned.
+    The codes are an array of JAX or numpy, and so is the result.
     """
     axis = axis % codes.ndim
     before, size, after = codes.shape[:axis], codes.shape[axis], codes.shape[axis + 1 :]

@@ -1,10 +1,9 @@
 """Matrices quantised as they are read, a layer at a time: no model is ever whole in its own dtype.
 
-Quantised are the matrices of the zoo's modules, embeddings and heads too, which are most of a small
-model, but these in 8 bits at least: they lose most in 4, and XLA for TPU unpacks a matrix as wide
-as a vocabulary in memory before it multiplies. Not so are routers, which decide, tables of
-positions, of which a step reads a row, norms, biases, and modules of others, whose code takes
-arrays alone.
+The matrices of the zoo's modules are quantised, embeddings and heads too, which are most of a small
+model; but these in 8 bits at least: they lose most in 4, and XLA for TPU unpacks a matrix as wide
+as a vocabulary in memory before it multiplies. Routers, which decide, tables of positions, of which
+a step reads a row, norms, biases, and modules of others, whose code takes arrays alone, are not.
 """
 
 import itertools

@@ -1,9 +1,9 @@
 """Matrices of few bits: integer codes and scales in memory, dequantised as products read them.
 
 A block of a matrix has one scale: in `int8` an output of a product (for all of its inputs), in
-`int4` and `nf4` a group of inputs of one output. A value is `(code - zero) * scale`, of `nf4` the
-code's entry in a table times the scale, computed in fp32. Files of other programs have `int8` in
-groups too, another table (`fp4`), and inputs in an order of their own.
+`int4` and `nf4` a group of inputs of one output. A value is `(code - zero) * scale`, or for `nf4`
+the code's entry in a table times the scale, computed in fp32. Files of other programs have `int8`
+in groups too, another table (`fp4`), and inputs in an order of their own.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ class QuantizedMatrix(Quantized):
     """The matrix is the transpose of what codes and scales say: a table, kept as the head that it
     may be."""
     order: Int[Array, "*order"] | None = None
-    """Which of the model's inputs each of the codes' is, counted over all axes of inputs."""
+    """For each input of the codes, its place among the model's, counted over all axes of inputs."""
 
     @property
     def shape(self) -> tuple[int, ...]:
