@@ -7,8 +7,8 @@ a class as `zoo.register` takes it, named as folders name it. Each of `zoo.preci
 `quantized_skeleton(skeleton, kind)` puts skeletons of `zoo.nn.products.Quantized` in the place of
 matrices, and `quantize_parts(matrix, names, read)` makes such a matrix from the stored one. Each of
 `zoo.row_datasets` is the dataset of a format of rows. Each of `zoo.planners`, of which the last is
-taken, is a module like `zoo.planning.planner`, and each of `zoo.commands` a function: `python -m
-zoo NAME` calls it with its arguments from the command line, by its annotations.
+taken, is a module like `zoo.planning.planner`, and each of `zoo.commands` a function: the command
+`python -m zoo NAME` calls it with arguments from the command line, by its annotations.
 """
 
 import functools

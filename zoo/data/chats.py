@@ -314,9 +314,8 @@ def parts_of(
     """The examples of a conversation, in parts of which the assistant's answers count.
 
     What counts is what the template marks by `{% generation %}`, or else each answer up to its end
-    of turn. Where the template writes a turn differently once others follow, as templates do that
-    drop earlier thoughts, each answer is an example of its own, after what a model is given to
-    answer.
+    of turn. Where a turn is written differently once others follow, as by templates that drop
+    earlier thoughts, each answer is an example of its own, after what a model is given to answer.
 
     Raises:
         ValueError: the template refuses it, or does not show where answers begin and end.

@@ -83,8 +83,7 @@ class Opened(NamedTuple):
     skeleton: PyTree
     """The skeleton of what `load` returns, with its dtypes."""
     load: Callable[[PyTree], PyTree]
-    """From the skeleton, or one with other static fields, to the model; devices read their own
-    slices."""
+    """From the skeleton, or one with other static fields, to the model, by each device's slices."""
 
 
 @dataclass(frozen=True)

@@ -256,8 +256,7 @@ class Checkpointer:
     def _newest_listed(self, failures: dict[int, str]) -> int:
         """The newest step whose files are as its list has them, without the ones in `failures`.
 
-        Process 0 chooses, and each one with a folder looks; steps with a problem are added to
-        `failures`.
+        Process 0 chooses, and each one with a folder looks; `failures` gets steps with a problem.
         """
         while True:
             left = [step for step in self.good_steps() if step not in failures]

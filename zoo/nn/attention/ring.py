@@ -133,7 +133,7 @@ class Ring(NamedTuple):
         return jnp.minimum(2 * part, 2 * self.parts - 1 - 2 * part)
 
     def _seen(self, number: Array, length: int) -> list[tuple[Array | int, Array | int, int]]:
-        """Queries that see all of another part's keys, and these: their starts, and how many."""
+        """Where stretches of queries see all of a stretch of another part's keys, and how long."""
         if not self.causal:
             return [(0, 0, length)]
         half = length // 2

@@ -54,8 +54,7 @@ class Loop:
     def stop(self, reason: str) -> None:
         """End the run after this step as if it were its last: saved, evaluated whole, printed.
 
-        When resumed, the run stays ended as long as it has this callback and the callback asks for
-        it.
+        When resumed, the run stays ended while it has this callback and this asks for it.
 
         Raises:
             RunError: at another moment than `on_start`, `on_step` and `on_evaluation`: the others
@@ -100,8 +99,7 @@ class Callback:
     name: str = ""
     """Its name in checkpoints and messages; by default its class's, in lower case."""
     arrays: PyTree = None
-    """A tree of arrays: part of the checkpoint, sharded as they are on a mesh, else on all
-    devices."""
+    """A tree of arrays: part of the checkpoint, sharded as they are, or else on all devices."""
     values: dict[str, Any]
     """JSON values: part of the checkpoint."""
 

@@ -171,8 +171,8 @@ class Hooks(Loop):
 
         Raises:
             RunError: the checkpoint has arrays of a callback that is not there.
-            CheckpointError: it has other arrays than a callback that is there. DamagedExtras: it
-                has damaged arrays: call again with the step before.
+            CheckpointError: it has other arrays than a callback that is there.
+            DamagedExtras: it has damaged arrays: call again with the step before.
         """
         for name, callback in self._named.items():
             callback.arrays = self._given[name]
