@@ -1,1 +1,1 @@
-"""Around the core: training on pairs of answers, and beside a teacher."""
+"""Around the core: training on pairs of answers, on rewards, and beside a teacher."""

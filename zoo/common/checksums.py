@@ -70,8 +70,8 @@ def write(
 ) -> None:
     """Write `checksums.json`, atomically, for every file under `folder` but those in `skip`.
 
-    Of the files for which `trusted(name, size)` is true only the size is listed; files
-    that are `known`, by their names, are not read again.
+    Files for which `trusted(name, size)` is true are listed with their size alone; files that are
+    `known`, by their names, are not read again.
     """
     listed: dict[str, dict] = of(folder, skip=skip, trusted=trusted, known=known)
     listed |= {name: digest.entry() for name, digest in (known or {}).items()}

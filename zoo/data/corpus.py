@@ -125,7 +125,7 @@ class Corpus:
         return corpus
 
     def with_frame(self, frame: int) -> "Corpus":
-        """The same documents between another number of begins and ends."""
+        """The same documents in another `frame`."""
         if frame == self.frame:
             return self
         other = copy.copy(self)

@@ -47,9 +47,9 @@ def batches(
     it, by `lengths`, which are given or found by a function of a source's row. The arrays `padded`
     get zeros behind their first axis, and a batch has `mask`, bool[batch, bucket], for them.
 
-    An iterator that saves and restores its state, as that of Grain's `IterDataset`, is taken with
-    `shuffle=False`, the `num_rows` after which it begins again, and a file for its `states`, by
-    which a run resumes. Each process reads all of its rows, and transforms its own.
+    An iterator that saves and restores its state, such as that of Grain's `IterDataset`, is taken
+    with `shuffle=False`, the `num_rows` after which it begins again, and a file for its `states`,
+    by which a run resumes. Each process reads all of its rows, and transforms its own.
 
     `fingerprint`, by which a run refuses other data at a resume, is a hash of the arrays and
     arguments, or of 64 evenly spaced rows (an iterator's first ones), as the transform makes them.

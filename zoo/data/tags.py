@@ -1,4 +1,4 @@
-"""Tags of a text: of its words, as of named entities, or of its letters, as of proteins.
+"""Tags of a text: of its words, as for named entities, or of its letters, as for proteins.
 
 A part has its tag in the place of "counts"; a part without a tag is between words.
 """

@@ -274,7 +274,7 @@ class BPETokenizer:
 
     @functools.cached_property
     def unknown_id(self) -> int | None:
-        """The id of what is no token, where there is one."""
+        """The id of the unknown token, where there is one."""
         model = json.loads(self.tokenizer.to_str())["model"]
         token = model.get("unk_token")
         return model.get("unk_id") if token is None else self.tokenizer.token_to_id(token)

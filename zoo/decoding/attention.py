@@ -45,7 +45,7 @@ class Clock(eqx.Module):
 class LayerCache(eqx.Module):
     """The keys and values of one layer, in the dtype that it computed them in.
 
-    Of latent attention, keys are values too.
+    For latent attention, keys are values too.
 
     An array is [batch, kv_heads, slots, head_dim], on one device without the first two axes where
     they have size 1: XLA for CPU copies a ring with such an axis three times in every step,
@@ -351,7 +351,7 @@ def _attend_and_keep(
 
 
 def _recur_and_keep(kept: list, recurrence: Mixer, x_BTE: Array, marks: Marks) -> Array:
-    """As `from_zeros`."""
+    """As `from_zeros`, and keep the final state."""
     state, y_BTE = recurrence(x_BTE, recurrence.initial_state(len(x_BTE)), marks)
     kept.append(state)
     return y_BTE

@@ -26,7 +26,7 @@ class Target:
     head: bool = False
     """Whether it needs a head of its own, where ours is tied to the embedding."""
     biases: Literal["none", "out", "all", "needed"] = "none"
-    """Biases beside those of queries, keys and values: none; of attention's output; also of the
+    """Biases beside those of queries, keys and values: none; on attention's output; also in the
     MLP; or all of them in each model."""
     normalized: bool | None = None
     """Whether the weights of a token's experts add up to one; None if the file says so."""

@@ -1,6 +1,6 @@
 """Heads for classes: a `zoo.Classifier` as the `…ForSequenceClassification` of transformers.
 
-And a `zoo.TokenClassifier` as its `…ForTokenClassification`.
+A `zoo.TokenClassifier` is its `…ForTokenClassification`.
 """
 
 # ruff: noqa: D102 (`Family` documents the methods)

@@ -1,4 +1,4 @@
-"""The model types with Mamba-2, Granite 4 H and Bamba beside attention, and xLSTM (of 7B)."""
+"""The model types with Mamba-2, alone or with attention (Granite 4 H, Bamba), and xLSTM 7B."""
 
 # ruff: noqa: D102 (`Rule` documents the methods of all rules)
 

@@ -319,7 +319,7 @@ def _by_module(table: dict[str, Linear], config: lora.Config) -> list[dict[str, 
 def _tensors(parts: dict[str, tuple[lora.Adapted, Linear]], prefix: str) -> dict[str, Tensor]:
     """The tensors of a module's adapters in all layers, given the matrices in it.
 
-    Of several, the ranks are one after the other in A, and B is zero where the rank of one meets
+    With several, the ranks are one after the other in A, and B is zero where the rank of one meets
     the outputs of another; so are both where a matrix has no adapter.
     """
     nodes = {linear.part[0]: node for node, linear in parts.values()}

@@ -141,7 +141,8 @@ def same(text: str) -> tuple[Same, ...]:
 class Fixed(Rule):
     """A field with one supported value, which is Hugging Face's default too.
 
-    A field that transformers does not know itself is not `written`; null switches off as False.
+    A field that transformers does not know itself is not `written`. Where the value switches
+    something off, null does too.
     """
 
     theirs: str

@@ -82,7 +82,7 @@ class Derived(Weights):
 
     @contextlib.contextmanager
     def reader(self) -> Iterator[Any]:
-        """As that of `Weights`."""
+        """As `Weights.reader`."""
         with self._stored.reader() as read:
             made = self._made
             yield lambda name, at: made[name][1](at, read) if name in made else read(name, at)

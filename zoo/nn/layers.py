@@ -139,7 +139,7 @@ class _Parts(NamedTuple):
     sizes: tuple[int, int, int]
     """Into how many parts: batch, seq, embed."""
     vectors: PartitionSpec
-    """Of [batch, seq, embed] where they are used."""
+    """How vectors, [batch, seq, embed], are cut where they are used."""
 
     def divide(self, shape: tuple[int, ...]) -> bool:
         """Whether they cut vectors of [batch, seq, embed] evenly."""

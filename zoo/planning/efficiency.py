@@ -13,15 +13,15 @@ class Efficiency(NamedTuple):
     """Shares of a chip's peaks, and times beside them; 1 and 0 where nothing is known."""
 
     products: Shares = ((1, 1.0),)
-    """Of products in bf16, by their size: the edge of a cube of as many FLOPs."""
+    """For products in bf16, by their size: the edge of a cube of as many FLOPs."""
     flash: Shares = ((1, 1.0),)
-    """Of the FLOPs that flash kernels execute, with heads of 128, by the length of rows."""
+    """For the FLOPs that flash kernels execute, with heads of 128, by the length of rows."""
     grouped: float = 1.0
-    """Of the products of experts' rows (megablox)."""
+    """For the products of experts' rows (megablox)."""
     memory: float = 1.0
-    """Of the memory's bandwidth."""
+    """Share of the memory's bandwidth."""
     links: float = 1.0
-    """Of the bytes per second of the links."""
+    """Share of the links' bytes per second."""
     start: float = 0.0
     """Seconds that each collective takes beside that."""
     per_key: float = 0.0

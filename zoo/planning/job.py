@@ -45,7 +45,7 @@ class Job:
     remat: Policy | None = None
     """Takes the place of the policy that the model's configuration names."""
     kernel: Implementation | None = None
-    """Likewise, of its attention kernel."""
+    """Takes the place of its attention kernel."""
     xla: Flags = "default"
     """Set of the compiler's flags."""
 
@@ -78,7 +78,7 @@ class Memory:
 
     parameters: float
     frozen: float = 0.0
-    """Of the parameters, what is not trained."""
+    """The parameters that are not trained."""
     optimizer: float
     batch: float
     temporaries: float | None
@@ -109,7 +109,7 @@ class Estimate:
     num_parameters: int
     memory: Memory
     flops: float
-    """Of the products of a step, of all devices together."""
+    """FLOPs of a step's products, on all devices together."""
     int8_flops: float = 0.0
     """The int8 operations among them."""
     traffic: float

@@ -48,11 +48,11 @@ class Candidate:
     """Bytes of parameters, gradients and optimizer per device."""
     compute: float
     rows: float
-    """Of reading and writing rows of experts."""
+    """Reading and writing rows of experts."""
     parameters: float
-    """Of the transfers of parameters and gradients."""
+    """The transfers of parameters and gradients."""
     activations: float
-    """Of the transfers of activations, keys and tokens of experts."""
+    """The transfers of activations, keys and tokens of experts."""
 
     @property
     def seconds(self) -> float:

@@ -233,9 +233,9 @@ class Roofline:
     memory: float
     interconnect: float
     by_op: Times
-    """Of each instruction after the other, with no more at once than the program has."""
+    """The instructions one after the other, with no more at once than the program has."""
     expected: Times
-    """The same, with all at the shares of the peaks that are measured."""
+    """The same, with all at the measured shares of the peaks."""
 
     @property
     def bound(self) -> Bound:

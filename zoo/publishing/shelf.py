@@ -64,8 +64,8 @@ def find(name_or_folder: str | Path, *, revision: str | None = None, weights: bo
     """The folder of a model, given its path or address, its name on the shelf or its hub id.
 
     A run's folder stands for the model in it. A model at an address is fetched into a cache, and
-    that folder returned. Of a hub id, `revision` may name a commit, and
-    `weights=False` downloads none.
+    that folder returned. With a hub id, `revision` may name a commit, and `weights=False` downloads
+    no weights.
 
     Raises:
         PublishError: no such model.

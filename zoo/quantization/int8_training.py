@@ -163,7 +163,7 @@ def rounded(
 ) -> tuple[Int8[Array, "..."], Float[Array, "..."]]:
     """The nearest `codes · scales`: codes from -127 to 127, and a scale for all values along axes.
 
-    What is not finite makes its scale not finite, too.
+    A value that is not finite makes its scale so too.
     """
     x = x.astype(jnp.float32)
     largest = jnp.abs(x).max(axes, keepdims=True)

@@ -34,7 +34,7 @@ class QuantizedMatrix(Quantized):
     codes: Integer[Array, "*matrix"]
     """int8, or uint8 that holds two codes of 4 bits along the axis `packed`."""
     scales: Float[Array, "*blocks"]
-    """Of the matrix's rank: each is for a block of shape / scales.shape values."""
+    """Scales in the matrix's rank, each for a block of shape / scales.shape values."""
     zeros: Num[Array, "*blocks"] | None
     """The code of the value zero; None for 0 in int8, 8 in int4, and always with a table."""
     kind: StoredKind = eqx.field(static=True)

@@ -108,7 +108,7 @@ def plot_curves(metrics_path: Path, png_path: Path) -> None:
     Draws whichever of `loss`, `next_token` (its part, where it has others), `eval_loss`,
     `learning_rate`, `grad_norm`, `tokens_per_second` and `examples_per_second` the file holds, the
     `eval_loss` of further evaluations (`average/eval_loss`) and the `loss` of a mixture's sources
-    (`code/loss`) by their names, and no picture when it holds none of them. Of a run on rewards,
+    (`code/loss`) by their names, and no picture when it holds none of them. For a run on rewards,
     `reward` and `pass@1` are in the place of losses.
     """
     from matplotlib.figure import Figure  # here: a run need not wait for it before its first step

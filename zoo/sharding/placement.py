@@ -43,7 +43,7 @@ def shardings(tree: PyTree, mesh: Mesh | Layout) -> Any:
     """The NamedSharding of each parameter; other leaves stay as they are.
 
     An array without an annotation has the names that a `Layout` gives it; Equinox's layers have
-    names built in. Of any other array `fsdp`, `expert` and `context` each shard the largest
+    names built in. In any other array `fsdp`, `expert` and `context` each shard the largest
     dimension that they divide, and vectors are replicated; a strict layout refuses that.
 
     Raises:

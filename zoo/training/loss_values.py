@@ -103,7 +103,7 @@ def kept_by(loss_fn: Any) -> frozenset[str | int]:
 
 
 def unwrapped(loss_fn: Any) -> list[Any]:
-    """A loss, and what it is a partial or a decorator of, the innermost last."""
+    """A loss, and the functions that it is a partial or a decorator of, the innermost last."""
     found = []
     while loss_fn is not None:
         found.append(loss_fn)

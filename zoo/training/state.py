@@ -28,7 +28,7 @@ class TrainState(eqx.Module):
     model: PyTree
     """The model, with fp32 master weights; what is frozen, in the dtype that it came in."""
     opt_state: PyTree
-    """The optimizer's state, of what is trained."""
+    """The optimizer's state for what is trained."""
     step: Int32[Array, ""]
     """Steps done, skipped ones included."""
     key: Key[Array, ""]
@@ -224,7 +224,7 @@ def difference(found: Mapping[str, str], expected: Mapping[str, str]) -> str:
 
 
 def _roles(model: PyTree, trainable: Trainable | None) -> PyTree:
-    """Of each leaf: "trained"; "moved" by a step, as a `LoadBias`; "kept", in a State; "frozen"."""
+    """Each leaf as "trained"; "moved" by a step, as a `LoadBias`; "kept", in a State; "frozen"."""
     chosen = jax.tree.map(lambda _: True, model) if trainable is None else trainable(model)
 
     def visit(node: Any, chosen: PyTree) -> PyTree:

@@ -31,7 +31,7 @@ class EncoderConfig:
     mask_id: int | None = None
     """Id of a mask whose embedding is zero; those of other tokens are scaled up for it (ESM-2)."""
     first_norm: bool = True
-    """A norm before the attention of the first layer, as of the others (not in ModernBERT)."""
+    """A norm before the first layer's attention, as before the others' (not in ModernBERT)."""
     head: Literal["linear", "transformed", "none"] = "linear"
     """The output head: a matrix, or one behind a layer with the MLP's activation and a norm (BERT),
     or none: the model then gives the vectors of its tokens."""

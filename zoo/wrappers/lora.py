@@ -46,7 +46,7 @@ class Config:
     dropout: float = 0.0
     """Rate of dropout on the input of each adapter in training."""
     tokens: tuple[int, ...] = ()
-    """Ids of tokens whose rows in the embedding are trained too, as of new tokens."""
+    """Ids of tokens whose rows in the embedding are trained too, such as new tokens."""
     whole: tuple[str, ...] = ()
     """Paths of the embedding or the head, to train the whole of them too."""
 

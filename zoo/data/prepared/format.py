@@ -97,10 +97,10 @@ class ShardRecord:
 class Manifest:
     """The content of a prepared corpus.
 
-    `options` are what it was prepared with, `tokenizer` is the digest of its files, `frame`
-    how many of begin and end it has. Left out are the `duplicates` and the `empty` documents, which
-    have no token; `first_empty` names one. `files` is the hash of the versions of the files, which
-    is apart from the fingerprint: the same text prepared again is the same corpus.
+    `options` are what it was prepared with, `tokenizer` is the digest of its files, `frame` is how
+    many of begin and end a document has. Left out are the `duplicates` and the `empty` documents,
+    which have no token; `first_empty` names one. `files` is the hash of the versions of the files,
+    which is apart from the fingerprint: the same text prepared again is the same corpus.
     """
 
     options: dict[str, Any]

@@ -187,7 +187,7 @@ class _Neighbours(NamedTuple):
 
     @staticmethod
     def of(mask: Mask, total: int, axes: tuple[str, ...], number: int) -> "_Neighbours":
-        """Of the parts of a row of `total` positions."""
+        """The neighbours for a row of `total` positions in `number` parts."""
         length = total // number
         reach = 0 if mask.window is None else min(mask.window - 1, total - length)
         return _Neighbours(axes, number, length, reach, 0 if mask.causal else reach)

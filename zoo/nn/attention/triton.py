@@ -210,7 +210,7 @@ class Inputs(NamedTuple):
 
     @staticmethod
     def of(kernel: Triton, qkv: tuple[Array, Array, Array], segments: Segments | None) -> "Inputs":
-        """Of queries, keys and values; without segments, each row is one document."""
+        """The inputs from queries, keys and values; without segments, each row is one document."""
         q, k, v = qkv
         if segments is None:
             segments = jnp.zeros(q.shape[:2], jnp.int32), jnp.zeros(k.shape[:2], jnp.int32)

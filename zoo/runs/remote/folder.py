@@ -334,7 +334,7 @@ class Copier:
         )
 
     def close(self, seconds: float = 60.0) -> bool:
-        """End the thread, after what it is at; whether it has ended."""
+        """End the thread, after its present work; return whether it has ended."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
