@@ -35,11 +35,13 @@ def main(
 
     Args:
         data: Files, globs or addresses (s3://, gs://, hf://): text, .json, .jsonl, .csv, .fasta or
-        .parquet, all but the last also as .gz or .zst. out: Folder to write. tokenizer: bytes, bpe
-        (byte pairs, trained on a sample), or a path to tokenizer.json. vocab_size: Number of ids
-        that bpe trains. field: Field of a JSON line, or column, that holds the text. held_out:
-        Share of the documents kept from training, to evaluate on. special_tokens: Reading of
-        special tokens' names in the text, such as <|im_end|>: parse, as
+            .parquet, all but the last also as .gz or .zst.
+        out: Folder to write.
+        tokenizer: bytes, bpe (byte pairs, trained on a sample), or a path to tokenizer.json.
+        vocab_size: Number of ids that bpe trains.
+        field: Field of a JSON line, or column, that holds the text.
+        held_out: Share of the documents kept from training, to evaluate on.
+        special_tokens: Reading of special tokens' names in the text, such as <|im_end|>: parse, as
             those tokens; or text, as plain characters.
         workers: Processes side by side; by default one per core.
         engine: Processes of this machine, or tasks of Ray (RAY_ADDRESS names a cluster).
