@@ -70,7 +70,7 @@ TESTS = {
     "| test_precision | test_products | test_rounded_products | test_quantized "
     "| test_lora | test_moe",
     **dict.fromkeys(
-        (f"nn/recurrences/{x}" for x in ("chunks", "gated_deltanet", "mamba2", "mlstm", "parts")),
+        (f"nn/recurrences/{x}" for x in ("chunks", "gated_deltanet", "mamba2", "mlstm")),
         "test_recurrences | test_rnn -k 'delta or mamba2 or mlstm'",
     ),
     "nn/remat": "test_remat | test_mixers",

@@ -12,9 +12,8 @@ from helpers import equations, value_and_gradients
 
 from zoo import sharding
 from zoo.nn.recurrences import gated_deltanet, mamba2, mlstm
-from zoo.nn.recurrences.chunks import Convolution, RecurrenceConfig
+from zoo.nn.recurrences.chunks import Convolution, RecurrenceConfig, recur
 from zoo.nn.recurrences.marks import Marks
-from zoo.nn.recurrences.parts import recur
 from zoo.nn.stateful import cast
 from zoo.sharding.axes import keystr
 

@@ -7,20 +7,17 @@ activations compute in fp32 inside. Legend of suffixes: B batch, T time, E embed
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Key
 
 from zoo.nn.parameters import cast_for_use, reshard, unshard
 from zoo.nn.products import Operand, Static, custom_vjp, matmul
-from zoo.sharding import constrain, is_sharding, partition_spec, spec_in_use
-from zoo.sharding.rules import mesh_axes
-from zoo.sharding.specs import between, num_shards
+from zoo.nn.table_parts import TableParts
+from zoo.sharding import constrain, is_sharding
 
 Activation = Literal["gelu", "gelu_erf", "relu", "relu2", "silu", "tanh"]
 MLPKind = Literal["swiglu", "geglu", "geglu_erf", "swiglu_clamped", Activation]
@@ -107,7 +104,7 @@ class Embedding(eqx.Module):
         """
         axes, table = (dict(self.axes)["rows"], "embed"), cast_for_use(self).weight
         if is_sharding() and not isinstance(table, Operand):
-            parts = _parts(axes)
+            parts = TableParts.of(axes)
             if parts.are_exchanged((*ids.shape, table.shape[1])):
                 return _look_up(reshard(table, parts.table, parts.stored), ids, parts)
         return look_up(unshard(self).weight, ids, axes)
@@ -124,66 +121,26 @@ def look_up(
     """
     if isinstance(weight, Operand):
         return weight.rows(ids)
-    return _look_up(weight, ids, _parts(axes) if is_sharding() else None)
-
-
-class _Parts(NamedTuple):
-    """How a mesh cuts [batch, seq] tokens, and [rows, embed] of a table's gradient.
-
-    Found in the forward pass, as JAX traces a gradient outside of the contexts around it.
-    """
-
-    tokens: PartitionSpec
-    stored: PartitionSpec
-    table: PartitionSpec
-    sizes: tuple[int, int, int]
-    """Into how many parts: batch, seq, embed."""
-    vectors: PartitionSpec
-    """How vectors, [batch, seq, embed], are cut where they are used."""
-
-    def divide(self, shape: tuple[int, ...]) -> bool:
-        """Whether they cut vectors of [batch, seq, embed] evenly."""
-        return len(shape) == 3 and not any(np.array(shape) % self.sizes)
-
-    def are_exchanged(self, shape: tuple[int, ...]) -> bool:
-        """Whether each device looks up its columns of the table for the tokens of others too."""
-        return self.sizes[2] > 1 and self.divide(shape)
-
-
-def _parts(axes: tuple[str | None, str | None]) -> _Parts:
-    mesh = jax.sharding.get_abstract_mesh()
-    stored = partition_spec(axes, mesh)
-    *_, table = stored, *between(stored, spec_in_use(axes, mesh))  # what `unshard` takes first
-    taken = frozenset(mesh_axes(table))
-    tokens = partition_spec(("batch", "inner_seq"), mesh, without=taken)
-    batch, seq, embed = (num_shards([entry], mesh) for entry in (*tokens, table[1]))
-    vectors = partition_spec(("batch", "inner_seq", None), mesh)
-    return _Parts(tokens, stored, table, (batch, seq, embed), vectors)
+    return _look_up(weight, ids, TableParts.of(axes) if is_sharding() else None)
 
 
 # The gradient is written out to add up the rows of a frequent id in fp32, without converting the
 # table in the forward pass.
 @functools.partial(custom_vjp, nondiff_argnums=(2,))
-def _look_up(weight: Array, ids: Array, parts: _Parts | None) -> Array:
-    shape = (*ids.shape, weight.shape[1])
-    if parts is None or not parts.are_exchanged(shape):
+def _look_up(weight: Array, ids: Array, parts: TableParts | None) -> Array:
+    if parts is None or not parts.are_exchanged((*ids.shape, weight.shape[1])):
         return weight.at[ids].get(mode="clip")
-    # As in the gradient, devices exchange the tokens' vectors, and none has the whole table.
-    rows = weight.at[_cut(ids, parts)].get(mode="clip")
-    spec = PartitionSpec(*parts.tokens, None, None, parts.table[1])
-    rows = jax.lax.with_sharding_constraint(rows, spec)
-    rows = rows.swapaxes(1, 2).reshape(shape)
-    return jax.lax.with_sharding_constraint(rows, parts.vectors)
+    return parts.look_up(weight, ids)
 
 
 def _look_up_forward(
-    weight: Array, ids: Array, parts: _Parts | None, *, needed: tuple[bool, bool]
+    weight: Array, ids: Array, parts: TableParts | None, *, needed: tuple[bool, bool]
 ) -> tuple[Array, tuple[Array, Array] | None]:
     return _look_up(weight, ids, parts), (weight, ids) if needed[0] else None
 
 
 def _look_up_backward(
-    parts: _Parts | None, residuals: tuple[Array, Array] | None, g: Array
+    parts: TableParts | None, residuals: tuple[Array, Array] | None, g: Array
 ) -> tuple[Array | None, None]:
     if residuals is None:
         return None, None
@@ -195,21 +152,7 @@ def _look_up_backward(
 
     if parts is None or not parts.divide(g.shape):
         return add_up(ids, g), None
-    # Devices exchange the tokens' vectors, and each adds up all tokens in its columns of the table:
-    # none has a gradient of the whole table, as it would by adding up the rows of its own tokens.
-    # Over axes that store no columns, devices add up in the dtype of the weight.
-    g, ids = _cut(g, parts, parts.table[1]), _cut(ids, parts)
-    by_part = jax.vmap(jax.vmap(add_up))(ids, g)
-    spec = PartitionSpec(*parts.tokens, *parts.table)
-    by_part = jax.lax.with_sharding_constraint(by_part, spec)
-    return jax.lax.reduce(by_part, jnp.zeros((), by_part.dtype), jax.lax.add, (0, 1)), None
-
-
-def _cut(x: Array, parts: _Parts, *last: Any) -> Array:
-    """The first two axes of x in parts, which are the new first two; `last` cuts the last one."""
-    (rows, length), (m, n, _) = x.shape[:2], parts.sizes
-    x = x.reshape(m, rows // m, n, length // n, *x.shape[2:]).swapaxes(1, 2)
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*parts.tokens, None, None, *last))
+    return parts.add_up(add_up, ids, g), None
 
 
 _look_up.defvjp(_look_up_forward, _look_up_backward, by_need=True)

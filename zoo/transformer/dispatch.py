@@ -20,19 +20,17 @@ X experts of a device, S sources and D destinations.
 import functools
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from zoo.nn.products import custom_vjp, device_kind, platform
-from zoo.nn.remat import KEPT, POLICIES
+from zoo.nn.remat import POLICIES
 from zoo.sharding import is_sharding, mesh_axes, partition_spec, spec_in_use
-
-T = TypeVar("T")
+from zoo.transformer.row_orders import by_expert_first, in_order, summed, taken
 
 Dispatch = Literal["auto", "all_reduce", "all_to_all"]
 
@@ -52,18 +50,6 @@ class Routed(NamedTuple):
     x: Float[Array, "... embed"]
     weights: Float[Array, "... choices"]
     chosen: Int[Array, "... choices"]
-
-
-class Order(NamedTuple):
-    """A permutation of rows: where each comes from, and where each goes to."""
-
-    from_R: Int[Array, "rows"]
-    to_R: Int[Array, "rows"]
-
-    @property
-    def inverse(self) -> "Order":
-        """From the new order back to the old one."""
-        return Order(self.to_R, self.from_R)
 
 
 class _Split(NamedTuple):
@@ -173,13 +159,13 @@ def _for_all(
     expert_R = chosen_BTC.reshape(-1) - first_expert
     # Rows for the experts of other devices go behind all groups, and are not computed here.
     expert_R = jnp.where((expert_R >= 0) & (expert_R < num_local), expert_R, num_local)
-    order, sizes_X = _in_order(expert_R, num_local)
+    order, sizes_X = in_order(expert_R, num_local)
     mine_R1 = (jnp.arange(len(expert_R), dtype=jnp.int32) < sizes_X.sum())[:, None]
-    rows_RE = _taken(x_BTE.reshape(-1, x_BTE.shape[-1]), order, choices)
+    rows_RE = taken(x_BTE.reshape(-1, x_BTE.shape[-1]), order, choices)
     rows_RE = jnp.where(mine_R1, rows_RE, jnp.zeros_like(rows_RE))
     y_RE = experts(rows_RE, *matrices, sizes_X)
     y_RE = jnp.where(mine_R1, y_RE, jnp.zeros_like(y_RE))
-    y_NE = _summed(y_RE, routed.weights.reshape(-1, choices), order)
+    y_NE = summed(y_RE, routed.weights.reshape(-1, choices), order)
     return y_NE.reshape(x_BTE.shape)
 
 
@@ -254,19 +240,19 @@ def _one_round(
     # Where several devices have the same tokens, each sends the rows for experts of its number.
     mine_R = (device_R % others == here) & (device_R < parts * others)
     expert_R = jnp.where(mine_R, device_R // others * num_local + expert_R, parts * num_local)
-    order, sizes = _in_order(expert_R, parts * num_local)
+    order, sizes = in_order(expert_R, parts * num_local)
     sizes = jnp.where(fits, sizes, jnp.zeros_like(sizes))
     sizes_SDX = jax.lax.all_gather(sizes.reshape(parts, num_local), split.exchanged)
     sizes_SX = sizes_SDX[:, jax.lax.axis_index(split.exchanged)]
 
-    rows_RE = _taken(routed.x, order, choices)
+    rows_RE = taken(routed.x, order, choices)
     got_RE = _exchange(rows_RE, sizes_SDX.sum(-1), split.exchanged, room)
-    by_expert = _transposed(sizes_SX, room)
+    by_expert = by_expert_first(sizes_SX, room)
     with jax.named_scope(_share(math.ceil(rows_RE.shape[0] / others), room)):
-        y_RE = experts(_taken(got_RE, by_expert, 1), *matrices, sizes_SX.sum(0))
-    y_RE = _taken(y_RE, by_expert.inverse, 1)
+        y_RE = experts(taken(got_RE, by_expert, 1), *matrices, sizes_SX.sum(0))
+    y_RE = taken(y_RE, by_expert.inverse, 1)
     y_RE = _exchange(y_RE, sizes_SDX.sum(-1).T, split.exchanged, rows_RE.shape[0])
-    return _summed(y_RE, routed.weights, order)
+    return summed(y_RE, routed.weights, order)
 
 
 def _share(rows: int, room: int) -> str:
@@ -275,91 +261,6 @@ def _share(rows: int, room: int) -> str:
     The kernel leaves out the tiles of the others.
     """
     return f"runs_{rows}_of_{room}_steps"
-
-
-def _in_order(key_R: Int[Array, "rows"], num_keys: int) -> tuple[Order, Int[Array, "keys"]]:
-    """The order of rows by their keys, and how many have each key below `num_keys`."""
-    index_R = jnp.arange(len(key_R), dtype=jnp.int32)
-    sorted_R, from_R = jax.lax.sort((key_R, index_R), num_keys=1)
-    _, to_R = jax.lax.sort((from_R, index_R), num_keys=1)
-    ends = jnp.searchsorted(sorted_R, jnp.arange(num_keys + 1, dtype=key_R.dtype))
-    return _kept((Order(from_R, to_R), jnp.diff(ends).astype(jnp.int32)))
-
-
-def _transposed(sizes_SX: Int[Array, "sources experts"], room: int) -> Order:
-    """From blocks of rows by source and then by expert to those by expert and then by source."""
-
-    def to(sizes_AB: Array) -> Array:
-        begins_AB, begins_BA = _begins(sizes_AB), _begins(sizes_AB.T)
-        # The rows behind all blocks stay where they are.
-        distance = jnp.append((begins_BA.T - begins_AB).reshape(-1), jnp.int32(0))
-        sizes = jnp.append(sizes_AB.reshape(-1), room - sizes_AB.sum())
-        return jnp.arange(room, dtype=jnp.int32) + jnp.repeat(
-            distance, sizes, total_repeat_length=room
-        )
-
-    return _kept(Order(to(sizes_SX.T), to(sizes_SX)))
-
-
-def _begins(sizes_AB: Int[Array, "outer inner"]) -> Int[Array, "outer inner"]:
-    """Where each block begins in the order of the sizes."""
-    sizes = sizes_AB.reshape(-1)
-    return (jnp.cumsum(sizes) - sizes).reshape(sizes_AB.shape)
-
-
-def _kept(orders: T) -> T:
-    """The same under the name of what remat always keeps: sorting again takes longer."""
-    return jax.tree.map(lambda x: checkpoint_name(x, KEPT), orders)
-
-
-@functools.partial(custom_vjp, nondiff_argnums=(2,))
-def _taken(x_NE: Array, order: Order, choices: int) -> Float[Array, "rows embed"]:
-    """Rows in that order, each token's once per choice.
-
-    The gradient is a gather too, and a sum over the choices, where JAX's own would be a scatter.
-    """
-    return x_NE.at[order.from_R // choices].get(mode="promise_in_bounds")
-
-
-def _taken_forward(x_NE: Array, order: Order, choices: int) -> tuple[Array, Order]:
-    return _taken(x_NE, order, choices), order
-
-
-def _taken_backward(choices: int, order: Order, g_RE: Array) -> tuple[Array, None]:
-    g_RE = g_RE.at[order.to_R].get(mode="promise_in_bounds")
-    g_NCE = g_RE.reshape(-1, choices, g_RE.shape[-1])
-    return g_NCE.astype(jnp.float32).sum(1).astype(g_RE.dtype), None
-
-
-_taken.defvjp(_taken_forward, _taken_backward)
-
-
-@custom_vjp
-def _summed(y_RE: Array, weights_NC: Array, order: Order) -> Float[Array, "tokens embed"]:
-    """Each token's rows, weighted and added up. The gradient keeps to the order of the rows."""
-    y_NCE = _taken(y_RE, order.inverse, 1).reshape(*weights_NC.shape, y_RE.shape[-1])
-    weights_NC1 = weights_NC[..., None].astype(jnp.float32)
-    return (y_NCE.astype(jnp.float32) * weights_NC1).sum(1).astype(y_RE.dtype)
-
-
-def _summed_forward(
-    y_RE: Array, weights_NC: Array, order: Order
-) -> tuple[Array, tuple[Array, Array, Order]]:
-    return _summed(y_RE, weights_NC, order), (y_RE, weights_NC, order)
-
-
-def _summed_backward(
-    residuals: tuple[Array, Array, Order], g_NE: Array
-) -> tuple[Array, Array, None]:
-    y_RE, weights_NC, order = residuals
-    g_RE = _taken(g_NE, order, weights_NC.shape[1]).astype(jnp.float32)
-    weights_R1 = weights_NC.reshape(-1)[order.from_R, None].astype(jnp.float32)
-    dweights_R = (g_RE * y_RE.astype(jnp.float32)).sum(1)[order.to_R]
-    dweights_NC = dweights_R.reshape(weights_NC.shape).astype(weights_NC.dtype)
-    return (g_RE * weights_R1).astype(y_RE.dtype), dweights_NC, None
-
-
-_summed.defvjp(_summed_forward, _summed_backward)
 
 
 @functools.partial(custom_vjp, nondiff_argnums=(2, 3))

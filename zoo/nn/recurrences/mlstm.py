@@ -29,9 +29,9 @@ from zoo.nn.recurrences.chunks import (
     einsum,
     heads_first,
     left_of_start,
+    recur,
 )
 from zoo.nn.recurrences.marks import Marks
-from zoo.nn.recurrences.parts import recur
 from zoo.nn.stateful import InFloat32
 from zoo.sharding import constrain
 
