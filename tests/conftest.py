@@ -60,6 +60,15 @@ def no_cache() -> Iterator[None]:
 
 
 @pytest.fixture
+def cache_put_back() -> Iterator[None]:
+    """A run in this process may keep its programs elsewhere; then the tests' own cache is back."""
+    before = jax.config.jax_compilation_cache_dir
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture
 def unchecked_types() -> Iterator[None]:
     """Without the checks of types that pytest alone has."""
     jaxtyping.config.update("jaxtyping_disable", True)

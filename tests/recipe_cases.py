@@ -1,5 +1,6 @@
 """Tiny runs of the recipes in processes of their own, for the tests of runs and of their faults."""
 
+import importlib
 import json
 import os
 import random
@@ -13,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 import tensorstore as ts
+import tyro
 import xla
 
 import zoo
@@ -84,6 +86,11 @@ class Recipe:
     def run(self, run_dir: Path, *more: str, code: int = 0, **options) -> str:
         """The output of a run that ends with `code`."""
         return finish(self.start(run_dir, *more, **options), code)
+
+    def run_here(self, run_dir: Path, *more: str) -> None:
+        """A run in this process, which has eight devices; a test of it takes `cache_put_back`."""
+        recipe = importlib.import_module(f"recipes.{self.name}")
+        recipe.main(tyro.cli(recipe.Config, args=self.flags(run_dir, *more)))
 
 
 _started: list["Program"] = []

@@ -8,18 +8,14 @@ import re
 import types
 from fractions import Fraction
 
-import jax
 import numpy as np
 import pytest
-import tyro
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.experimental.compilation_cache import compilation_cache
 from prepared_parts import reading
 from recipe_cases import Recipe
 from rich.console import Console
 
-from recipes import lm
 from zoo import text
 from zoo.data import mixed_text
 from zoo.data.corpus import Corpus
@@ -383,17 +379,9 @@ def test_the_progress_line_has_epochs_per_source():
 
 
 @pytest.fixture
-def train(tmp_path, no_curves):
+def train(tmp_path, no_curves, cache_put_back):
     """`train(name, *flags)` runs the recipe in this process."""
-    before = jax.config.jax_compilation_cache_dir
-
-    def train(name, *flags):
-        given = Recipe("lm", tmp_path).flags(tmp_path / name, *flags)
-        lm.main(tyro.cli(lm.Config, args=given))
-
-    yield train
-    jax.config.update("jax_compilation_cache_dir", before)
-    compilation_cache.reset_cache()
+    return lambda name, *flags: Recipe("lm", tmp_path).run_here(tmp_path / name, *flags)
 
 
 @pytest.mark.slow

@@ -60,12 +60,12 @@ class Killed(Exception):
 
 
 class Kill(callbacks.Callback):
-    """Ends the process, as good as: all that is under way is lost."""
+    """Ends the process, as good as: all that is under way is lost; or by another error."""
 
-    def __init__(self, moment, step):
+    def __init__(self, moment, step, error=Killed):
         def fail(loop, at, *_):
             if at == step:
-                raise Killed
+                raise error
 
         setattr(self, moment, fail)
 

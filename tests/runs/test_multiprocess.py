@@ -40,7 +40,8 @@ BEST = ("--eval-every=6", "--average=0.9", "--keep-best=average/eval_loss", "--p
 MESHES = {"data=2,fsdp=2": (*BEST, "--sample-every=6"), "fsdp=2,context=2": MASKED}
 
 
-def start_processes(recipe: Recipe, run_dir, *flags, count=2, devices=2) -> list[Program]:
+def start_processes(recipe: Recipe, run_dir, *flags, own=((), ()), devices=2) -> list[Program]:
+    """Processes of one run, each with flags of its own."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -50,12 +51,13 @@ def start_processes(recipe: Recipe, run_dir, *flags, count=2, devices=2) -> list
             *FLAGS,
             "--distributed",
             *flags,
+            *more,
             devices=devices,
             JAX_COORDINATOR_ADDRESS=address,
-            JAX_NUM_PROCESSES=str(count),
+            JAX_NUM_PROCESSES=str(len(own)),
             JAX_PROCESS_ID=str(i),
         )
-        for i in range(count)
+        for i, more in enumerate(own)
     ]
 
 

@@ -5,7 +5,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,7 +24,7 @@ from recipe_cases import (
     wait_for,
 )
 from stores import Store, gs, gs_port, s3, s3_port
-from test_multiprocess import FLAGS
+from test_multiprocess import FLAGS, start_processes
 
 import zoo
 from zoo.common.store import Store as Objects
@@ -234,23 +233,11 @@ def test_a_starter_waits_by_the_clock_of_the_store(store):
 def test_processes_without_a_shared_disk_lose_nothing(store, shared, tmp_path):
     """Both are killed, one machine is another one then, and at last both are one."""
     recipe, address = Recipe("lm", shared), f"{store.address}/run"
+    flags = ("--mesh=fsdp=2", "--steps=24")
 
-    def begin(*machines: str, steps: int = 24) -> list[Program]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            coordinator = f"127.0.0.1:{free.getsockname()[1]}"
-        return [
-            recipe.start(
-                address,
-                *(*FLAGS, "--distributed", "--mesh=fsdp=2", f"--steps={steps}"),
-                f"--work-dir={tmp_path / machine}",
-                devices=1,
-                JAX_COORDINATOR_ADDRESS=coordinator,
-                JAX_NUM_PROCESSES="2",
-                JAX_PROCESS_ID=str(i),
-            )
-            for i, machine in enumerate(machines)
-        ]
+    def begin(*machines: str) -> list[Program]:
+        own = [[f"--work-dir={tmp_path / machine}"] for machine in machines]
+        return start_processes(recipe, address, *flags, own=own, devices=1)
 
     both, log = begin("a", "b"), tmp_path / "a" / "metrics.jsonl"
     wait_for(lambda: log.exists() and b'"step": 16,' in log.read_bytes(), both[0])
@@ -265,9 +252,8 @@ def test_processes_without_a_shared_disk_lose_nothing(store, shared, tmp_path):
     assert parts("a") == ["0"]
     assert [x.name for x in tmp_path.glob("c/.process_1/checkpoints/24/arrays/*")] == ["1"]
     alone = tmp_path / "alone"
-    recipe.run(alone, *FLAGS, "--mesh=fsdp=2", "--steps=24", devices=2)
-    flags = (*FLAGS, "--mesh=", f"--work-dir={tmp_path / 'd'}", "--steps=24")
-    output = recipe.run(address, *flags)
+    recipe.run(alone, *FLAGS, *flags, devices=2)
+    output = recipe.run(address, *FLAGS, *flags, "--mesh=", f"--work-dir={tmp_path / 'd'}")
     assert f"fetched step 24 from {address}" in output
     assert sorted(parts("d")) == ["0", "1"]
     assert_same_result(tmp_path / "d", alone, 24)

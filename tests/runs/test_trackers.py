@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_callbacks import Kill
 from test_loop import config, training
 
 import zoo
@@ -26,17 +27,6 @@ from zoo.runs.config import TRACKER_NAMES
 from zoo.runs.metrics import read_metrics
 
 Points = dict[tuple[str, int], float]
-
-
-class Kill(callbacks.Callback):
-    """Raises an error at a step, such as the SystemExit of a signal."""
-
-    def __init__(self, step: int, error: BaseException):
-        self.step, self.error = step, error
-
-    def on_step(self, loop, step, state, metrics):
-        if step == self.step:
-            raise self.error
 
 
 def fit(config, *given, **options):
@@ -76,7 +66,7 @@ def killed_and_resumed(folder: Path, *names: str) -> tuple[Path, dict[str, str]]
     given = {"steps": 12, "log_every": 2, "eval_every": 6, "checkpoint_every": 4, "norms_every": 6}
     run = config(folder, track=", ".join(names), **given)
     with pytest.raises(SystemExit):
-        fit(run, Kill(10, SystemExit(1)), evaluate=evaluate)
+        fit(run, Kill("on_step", 10, SystemExit(1)), evaluate=evaluate)
     ids = json.loads((run.run_dir / "trackers.json").read_text())
     fit(run, evaluate=evaluate)
     assert json.loads((run.run_dir / "trackers.json").read_text()) == ids
@@ -166,14 +156,14 @@ def test_extras_are_named_as_the_trackers():
 def test_failed_runs_are_told_so_and_with_nothing_saved_forget_the_id(tmp_path: Path):
     memory, path = Memory(), tmp_path / "run" / "trackers.json"
     with pytest.raises(ArithmeticError):
-        fit(config(tmp_path, steps=4), memory, Kill(2, ArithmeticError()))
+        fit(config(tmp_path, steps=4), memory, Kill("on_step", 2, ArithmeticError))
     assert memory.told[0][1] == 0
     assert memory.told[-1] == "failed"
     assert not path.exists()
     path.write_text('{"memory": "of a run whose config.json is gone"}')
     again = Memory()
     with pytest.raises(KeyboardInterrupt):
-        fit(config(tmp_path, steps=4), again, Kill(2, KeyboardInterrupt()))
+        fit(config(tmp_path, steps=4), again, Kill("on_step", 2, KeyboardInterrupt))
     assert again.told[0][1] == 0
     assert re.fullmatch("[0-9a-f]{8}", again.told[0][0])
     assert again.told[0][0] != memory.told[0][0]

@@ -20,7 +20,6 @@ import pytest
 import tokenizers
 import tyro
 from helpers import arrays, write_esm, write_tokenizer
-from jax.experimental.compilation_cache import compilation_cache
 from recipe_cases import Recipe, shared
 
 import zoo
@@ -48,21 +47,16 @@ SELDOM = ("--checkpoint-every=100", "--eval-every=100")  # at the end alone
 
 
 @pytest.fixture
-def tune(shared, tmp_path, no_curves):
+def tune(shared, tmp_path, no_curves, cache_put_back):
     """`tune(*flags)` runs the recipe in this process, and returns the run's folder."""
-    before = jax.config.jax_compilation_cache_dir
-    recipe = importlib.import_module("recipes.finetune")
 
     def tune(*flags, run_dir=tmp_path / "run"):
         # The rank that all runs of the tests have is for adapters.
         more = ["--lora.rank=8"] if "--method=full" in flags else []
-        flags = Recipe("finetune", shared).flags(run_dir, "--steps=8", *more, *flags)
-        recipe.main(tyro.cli(recipe.Config, args=flags))
+        Recipe("finetune", shared).run_here(run_dir, "--steps=8", *more, *flags)
         return run_dir
 
-    yield tune
-    jax.config.update("jax_compilation_cache_dir", before)
-    compilation_cache.reset_cache()
+    return tune
 
 
 def write_lines(path, *records):

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tyro
-from jax.experimental.compilation_cache import compilation_cache
 from recipe_cases import RECIPES, STEPS, Recipe, finish, losses, metrics, shared
 
 import zoo
@@ -30,17 +29,9 @@ FLAGS = Path(__file__).parents[1] / "recipe_flags.txt"
 
 
 @pytest.fixture
-def train(shared, monkeypatch):
-    """`train(name, run_dir, *flags)` runs a recipe in this process, which has eight devices."""
-    before = jax.config.jax_compilation_cache_dir
-
-    def train(name, run_dir, *flags):
-        recipe = importlib.import_module(f"recipes.{name}")
-        recipe.main(tyro.cli(recipe.Config, args=Recipe(name, shared).flags(run_dir, *flags)))
-
-    yield train
-    jax.config.update("jax_compilation_cache_dir", before)
-    compilation_cache.reset_cache()
+def train(shared, cache_put_back):
+    """`train(name, run_dir, *flags)` runs a recipe in this process."""
+    return lambda name, run_dir, *flags: Recipe(name, shared).run_here(run_dir, *flags)
 
 
 # --- The command line -------------------------------------------------------------------------
