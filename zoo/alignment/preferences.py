@@ -195,8 +195,9 @@ def _stored_reference(
 def reference_log_probabilities(
     run: Run[RunConfig], model: PyTree, dataset: PairDataset
 ) -> Float32[np.ndarray, "pairs 2"]:
-    """The log-probabilities under a model of the answers of all pairs in the batches of
-    a dataset; NaN for pairs that it leaves out.
+    """The log-probabilities under a model of the answers of all pairs in a dataset's batches.
+
+    They are NaN for pairs that the dataset leaves out.
 
     Raises:
         RunError: one is not finite.

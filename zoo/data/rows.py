@@ -295,8 +295,9 @@ def _label(record: Record) -> str:
 
 
 def mismatched(rows: Iterable[Row]) -> Iterator[Row]:
-    """Rows, each with a second example, its own prompt and the answer of the row before it; the
-    first has that of the last.
+    """Rows, each with a second example: its own prompt, and the answer of the row before it.
+
+    The first row has the answer of the last one.
 
     Raises:
         ValueError: there is one row alone.

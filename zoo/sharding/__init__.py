@@ -1,4 +1,4 @@
-"""Logical axes, meshes, and the one table from the ones to the others."""
+"""Logical axes, meshes, and the one table that leads from axes to meshes."""
 
 from zoo.sharding.axes import logical_axes as logical_axes
 from zoo.sharding.mesh import MESH_AXES as MESH_AXES

@@ -1,7 +1,7 @@
 """The one table of logical axes: the mesh axes that shard each, and its kind; and layouts.
 
 Its first column is `RULES`; a layout's rules may take their place. No file outside of this room
-names a mesh axis. `use` sets a layout: a mesh, the rules, and names for arrays of other people's.
+names a mesh axis. `use` sets a layout: a mesh, the rules, and names for foreign arrays.
 """
 
 import contextlib

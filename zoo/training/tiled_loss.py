@@ -25,7 +25,7 @@ from zoo.training.chunked_loss import PARTS, added_over_parts, cut, each_part, j
 
 
 def num_tiles(readout: Any, at_least: int) -> int | None:
-    """The tiles of an output head that is stored in slices; None where it is whole.
+    """How many tiles an output head stored in slices has; None where it is whole.
 
     None too if no number up to four times the least one divides the outputs of a device.
     """

@@ -129,7 +129,7 @@ class Grid(NamedTuple):
 
     @staticmethod
     def of(q_BTNH: Array, k_BSKH: Array, first: int) -> "Grid":
-        """The chunks of these."""
+        """The chunks of these arrays."""
         length = q_BTNH.shape[1]
         return Grid(masks.chunk_size(length), length, k_BSKH.shape[1], first)
 
