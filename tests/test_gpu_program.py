@@ -21,7 +21,7 @@ from benchmarks.peers import jax_step, zoo_model
 from benchmarks.peers.given import Transformer
 from zoo import losses, transformer
 from zoo.nn.attention import attention
-from zoo.training.state import abstract_state
+from zoo.training.state import Blueprint
 
 SHAPE = Transformer(2, 768, 12, 3072, vocab_size=50304, seq_len=1024, batch_size=16, tied=True)
 
@@ -57,9 +57,9 @@ def lowered(shape: Transformer) -> str:
     tokens = jax.ShapeDtypeStruct((shape.batch_size, shape.seq_len), np.int32)
     weights = jax.ShapeDtypeStruct(tokens.shape, np.float32)
     with as_on_gpu():
-        state = abstract_state(
+        state = Blueprint(
             lambda key: transformer.Transformer(config, key=key), optimizer, key=jax.random.key(0)
-        )
+        ).skeleton
         step = zoo.make_train_step(losses.next_token, optimizer, precision="bf16")
         batch = {"tokens": tokens, "targets": tokens, "weights": weights}
         return step.trace(state, batch).lower(lowering_platforms=("cuda",)).as_text()

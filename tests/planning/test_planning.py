@@ -40,7 +40,7 @@ from zoo.planning.job import CompilerError, Job, Memory, make_estimate, wanted_b
 from zoo.quantization.matrix import quantize
 from zoo.sharding.axes import ShardingError, is_parameter
 from zoo.training import chips, compiled
-from zoo.training.state import abstract_state, init_state
+from zoo.training.state import Blueprint, init_state
 from zoo.training.step import make_train_step
 from zoo.transformer.dispatch import RARELY
 
@@ -937,7 +937,7 @@ def test_running_out_of_memory_is_explained(capsys, monkeypatch):
 def test_tracing_refuses_indivisible_rows():
     mesh = zoo.make_mesh("fsdp=4,tensor=2")
     optimizer = optimizers.make_optimizer(optimizers.Config(), 100)
-    state = abstract_state(make_transformer(), optimizer, key=jax.random.key(0), mesh=mesh)
+    state = Blueprint(make_transformer(), optimizer, key=jax.random.key(0), mesh=mesh).skeleton
     step = make_train_step(losses.next_token, optimizer, mesh=mesh, precision="fp32")
     with pytest.raises(ValueError, match="has 6 rows"):
         step.trace(state, {"tokens": jax.ShapeDtypeStruct((6, 8), jnp.int32)})

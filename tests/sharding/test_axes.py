@@ -24,7 +24,7 @@ from zoo.runs.config import Config as RunConfig
 from zoo.sharding import ShardingError, logical_axes, make_mesh
 from zoo.sharding.axes import BUILT_IN, keystr, map_parameters
 from zoo.sharding.rules import in_force
-from zoo.training.state import abstract_state
+from zoo.training.state import Blueprint
 from zoo.wrappers import lora
 
 if TYPE_CHECKING:
@@ -280,7 +280,7 @@ def test_names_that_do_not_fit_are_refused():
             with pytest.raises(ShardingError, match=message):
                 place(net(), layout)
         with pytest.raises(ShardingError, match=message):
-            abstract_state(net, sgd, key=KEY, mesh=layout)
+            Blueprint(net, sgd, key=KEY, mesh=layout)
     with pytest.raises(ShardingError, match=r"table of shape \(6, 4\): the size 6 .* tensor=4 of"):
         sharding.shardings(net(), zoo.Layout("tensor=4", axes={"table": "mlp embed"}))
 

@@ -20,7 +20,7 @@ from zoo.common import configuration
 from zoo.sharding.axes import is_parameter, keystr
 from zoo.training import parametrization
 from zoo.training.parametrization import Factors
-from zoo.training.state import abstract_state, standard_promotion
+from zoo.training.state import Blueprint, standard_promotion
 from zoo.wrappers.classifier import Classifier
 from zoo.wrappers.ensemble import Ensemble
 
@@ -209,7 +209,7 @@ def test_initial_values_are_scaled_on_a_mesh():
         expected = x / 2 if path == "head.weight" else x
         np.testing.assert_allclose(arrays(scaled.model)[path], expected, atol=1e-6, err_msg=path)
     assert "tensor" in scaled.model.last.linear.weight.sharding.spec
-    skeleton = abstract_state(make_scaled, optimizer, key=KEY, mesh=mesh)
+    skeleton = Blueprint(make_scaled, optimizer, key=KEY, mesh=mesh).skeleton
     assert jax.tree.structure(skeleton) == jax.tree.structure(scaled)
 
 

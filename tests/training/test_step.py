@@ -37,7 +37,6 @@ from zoo.training import step as train
 from zoo.training.state import (
     Blueprint,
     Pretrained,
-    abstract_state,
     state_shardings,
     without_frozen,
 )
@@ -189,10 +188,10 @@ def test_fsdp_shards_the_whole_state():
 
 
 @sequences
-def test_abstract_state_matches_real_state(family: Family):
+def test_a_skeleton_matches_the_real_state(family: Family):
     state = train_five_steps(family, "all").state
     mesh, make_model = zoo.make_mesh(MESHES["all"][0]), family.make_model(0.1)
-    abstract = abstract_state(make_model, optax.adamw(1e-2), key=KEY, mesh=mesh)
+    abstract = Blueprint(make_model, optax.adamw(1e-2), key=KEY, mesh=mesh).skeleton
     assert jax.tree.structure(abstract) == jax.tree.structure(state)
     for want, got in zip(*map(jax.tree.leaves, (state, abstract)), strict=True):
         assert (got.shape, got.dtype) == (want.shape, want.dtype)
@@ -270,7 +269,7 @@ def test_bf16_multiplies_and_fp32_reduces(options: dict):
     make_model = make_transformer(dropout=0.1, **options, **{"attention.kernel": "chunked"})
     optimizer = optax.adamw(1e-3)
     step = zoo.make_train_step(losses.next_token, optimizer, precision="bf16", accumulate=2)
-    state = abstract_state(make_model, optimizer, key=KEY)
+    state = Blueprint(make_model, optimizer, key=KEY).skeleton
     jaxpr = eqx.filter_make_jaxpr(step._function)(token_batch(8, 16), state)[0]
     found: dict[str, list] = {}
     for equation in equations(jaxpr):
@@ -314,7 +313,7 @@ def test_training_in_half_precision_follows_fp32(family: Family, precision: Any,
 @every_family
 def test_fp32_products_use_highest_precision(family: Family):
     step = zoo.make_train_step(family.loss, KEEP_GRADIENT, precision="fp32")
-    state = abstract_state(family.make_model(0.1), KEEP_GRADIENT, key=KEY)
+    state = Blueprint(family.make_model(0.1), KEEP_GRADIENT, key=KEY).skeleton
     jaxpr = eqx.filter_make_jaxpr(step._function)(family.make_batch(8, 16, 0), state)[0]
     products = [e for e in equations(jaxpr) if e.primitive.name == "dot_general"]
     assert products
@@ -647,7 +646,7 @@ def test_each_bucket_compiles_once_and_no_other_does():
 
 def test_master_weights_are_always_fp32():
     low = lambda key: cast(Line(key), jnp.bfloat16)
-    state = abstract_state(low, optax.adam(1e-3), key=KEY)
+    state = Blueprint(low, optax.adam(1e-3), key=KEY).skeleton
     floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
     assert len(floats) == 4  # the weight, its two moments, and the loss scale
     assert {x.dtype for x in floats} == {jnp.dtype("float32")}

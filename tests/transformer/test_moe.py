@@ -675,12 +675,12 @@ def test_biases_are_in_fp32_whatever_a_model_is_loaded_saved_or_computed_in(tmp_
     np.testing.assert_array_equal(loaded.blocks.mlp.bias.value, bias)
     with in_precision((model, 0), "bf16") as computed:  # in a model of no class of the zoo
         pass
-    of_state = state_module.abstract_state(
+    of_state = state_module.Blueprint(
         lambda key, model: model,
         optax.sgd(0.1),
         key=jax.random.key(0),
         pretrained=with_low_biases(loaded),
-    ).model
+    ).skeleton.model
     others = [skeleton, computed[0], zoo.load(tmp_path / "stored low"), of_state]
     others += [zoo.load(tmp_path / "m", dtype="bf16", quantize="int8")]
     assert [x.blocks.mlp.bias.value.dtype for x in others] == [jnp.float32] * 5

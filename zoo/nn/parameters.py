@@ -1,4 +1,4 @@
-"""Parameters where they are used: derived ones are computed, and all are cast and gathered.
+"""Parameters where they are used: cast and gathered, and operands as arrays where need be.
 
 They are cast to the compute dtype, and gathered over the mesh axes that only store them. A matrix
 may be an `Operand`, which products take as it is (`zoo.nn.products`).
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, DTypeLike, Key
 
-from zoo.nn.products import Operand, custom_vjp, is_derived, is_operand
+from zoo.nn.products import Operand, custom_vjp, is_operand
 from zoo.nn.stateful import cast
 from zoo.sharding import is_sharding, partition_spec, spec_in_use
 from zoo.sharding.axes import ANNOTATION, Named, annotation, keystr, map_named
@@ -27,28 +27,19 @@ Tree = TypeVar("Tree")
 
 
 def resolve(tree: Tree) -> Tree:
-    """The tree with each derived parameter as an array, operands too."""
-    if not any(map(is_derived, jax.tree.leaves(tree, is_leaf=is_derived))):
-        return tree
-    return jax.tree.map(lambda x: x.value() if is_derived(x) else x, tree, is_leaf=is_derived)
-
-
-def resolve_for_use(tree: Tree) -> Tree:
-    """The tree with derived parameters as arrays, but for operands where they may be used."""
-    if not any(map(is_derived, jax.tree.leaves(tree, is_leaf=is_derived))):
+    """The tree with operands as arrays, but where they may be used as they are."""
+    if not any(map(is_operand, jax.tree.leaves(tree, is_leaf=is_operand))):
         return tree
 
     def visit(path: tuple, x: Any) -> Any:
-        stays = not is_derived(x) or (is_operand(x) and takes_operands(tree, path))
-        return x if stays else _value(x)
+        return _value(x) if is_operand(x) and not takes_operands(tree, path) else x
 
-    return jax.tree_util.tree_map_with_path(visit, tree, is_leaf=is_derived)
+    return jax.tree_util.tree_map_with_path(visit, tree, is_leaf=is_operand)
 
 
-def _value(x: Any) -> Array:
-    """The value of a derived parameter; within a step in fp32, before the cast."""
-    dtype = _compute_dtype.value
-    return x.value() if dtype is None or not is_operand(x) else x.cast(jnp.float32).value()
+def _value(x: Operand) -> Array:
+    """The value of an operand; within a step in fp32, before the cast."""
+    return x.value() if _compute_dtype.value is None else x.cast(jnp.float32).value()
 
 
 def takes_operands(tree: Any, path: tuple) -> bool:
@@ -102,7 +93,7 @@ def cast_for_use(tree: Tree) -> Tree:
 
     An `Operand` stays, with its arrays cast, where the annotation of its place says that it may.
     """
-    dtype, tree = _compute_dtype.value, resolve_for_use(tree)
+    dtype, tree = _compute_dtype.value, resolve(tree)
     return tree if dtype is None else cast(tree, dtype)
 
 

@@ -111,23 +111,16 @@ def _map(cls: type, function: Callable[[Any], Any], tree: Any) -> Any:
     return jax.tree.map(lambda x: function(x) if is_one(x) else x, tree, is_leaf=is_one)
 
 
-class Derived(eqx.Module):
-    """A node in the place of a parameter, which is computed from other arrays at its use.
-
-    The model's code does not change: `unshard` and the cast put `value()` in the node's place.
-    """
-
-    @abc.abstractmethod
-    def value(self) -> Array:
-        """The parameter's value."""
-
-
-class Operand(Derived):
+class Operand(eqx.Module):
     """A matrix that a product takes as it is, without making the whole of it.
 
     It stays in the place of a parameter whose annotation says so, as `weight: Float[Array, "embed
     mlp"] | Operand`; elsewhere `unshard` and the cast put its value. Its leading axes may stack it.
     """
+
+    @abc.abstractmethod
+    def value(self) -> Array:
+        """The matrix as an array."""
 
     @property
     @abc.abstractmethod
@@ -184,11 +177,6 @@ class Quantized(Codes):
 
     kind: eqx.AbstractVar[str]
     codes: eqx.AbstractVar[Array]
-
-
-def is_derived(x: Any) -> bool:
-    """Whether a node of a model is a derived parameter."""
-    return isinstance(x, Derived)
 
 
 def is_operand(x: Any) -> bool:

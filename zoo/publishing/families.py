@@ -22,7 +22,7 @@ from jaxtyping import Array, Key, PyTree
 from zoo import mlp, rnn, transformer
 from zoo.common import configuration, plugins
 from zoo.common.checksums import Digest
-from zoo.nn.products import is_derived
+from zoo.nn.products import is_operand
 from zoo.publishing import PublishError
 from zoo.publishing.formats import (
     CONFIG,
@@ -148,8 +148,8 @@ def reconfigured(model: PyTree, overrides: Mapping[str, Any] | None) -> PyTree:
     """
     if not overrides:
         return model
-    leaves = jax.tree.leaves(model, is_leaf=is_derived)
-    structure: Any = jax.tree.structure(model, is_leaf=is_derived)
+    leaves = jax.tree.leaves(model, is_leaf=is_operand)
+    structure: Any = jax.tree.structure(model, is_leaf=is_operand)
     if not _is_of_family(model) or structure != jax.tree.structure(
         _fresh(model, body_of(model).config)
     ):

@@ -25,7 +25,7 @@ from jaxtyping import PyTree
 from zoo import sharding
 from zoo.common import checksums
 from zoo.common.files import is_remote, local_path
-from zoo.nn.products import Kind, is_derived, is_quantized
+from zoo.nn.products import Kind, is_operand, is_quantized
 from zoo.publishing import PublishError, formats
 from zoo.publishing.families import (
     DIFFERENCE,
@@ -86,7 +86,7 @@ def save(
             "and load it by zoo.load(folder, quantize=...), or save what "
             "zoo.nn.products.dequantize makes of this one"
         )
-    if any(map(is_derived, jax.tree.leaves(model, is_leaf=is_derived))):
+    if any(map(is_operand, jax.tree.leaves(model, is_leaf=is_operand))):
         raise PublishError(
             "the model has adapters: merge them by zoo.lora.merge, or save them alone by "
             "zoo.save_adapters"

@@ -133,7 +133,7 @@ class CompiledStep:
         return [each.compiled for each in self._compiled.values()]
 
     def trace(self, state: PyTree, batch: PyTree) -> jax.stages.Traced:
-        """The program before it is compiled, from abstract arrays such as `abstract_state`'s.
+        """The program before it is compiled, from abstract arrays, such as a skeleton's.
 
         Nothing is allocated, and the mesh may be of devices that this machine does not have.
         """

@@ -86,11 +86,6 @@ def init_state(
     ).state()
 
 
-def abstract_state(make_model: Callable[..., PyTree], optimizer: Any, **options: Any) -> TrainState:
-    """The `Blueprint.skeleton` of what `init_state` would make of the same arguments."""
-    return Blueprint(make_model, optimizer, **options).skeleton
-
-
 class Blueprint:
     """A state that is not made yet; the arguments are `init_state`'s."""
 
