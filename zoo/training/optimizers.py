@@ -200,14 +200,13 @@ def muon_dimensions(parameters: PyTree) -> Any:
     return map_parameters(dimensions, parameters)
 
 
-def _scale_by_muon(
-    dtype: DTypeLike, beta: float = 0.95, rms: float = 0.2
-) -> optax.GradientTransformation:
+def _scale_by_muon(dtype: DTypeLike) -> optax.GradientTransformation:
     """`optax.contrib.scale_by_muon`, but on a mesh each matrix is orthogonalised on one device.
 
     For optax's own, XLA gathers all matrices on every device. Updates have AdamW's size, so that
     one rate fits both (Liu et al. 2025).
     """
+    beta, rms = 0.95, 0.2  # of the momentum, and of an update
     # Without a momentum it only orthogonalises.
     rule = optax.contrib.scale_by_muon(
         beta=0.0, nesterov=False, weight_dimension_numbers=muon_dimensions
