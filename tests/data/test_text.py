@@ -1,5 +1,4 @@
 import ast
-import dataclasses
 import hashlib
 import json
 import os
@@ -7,6 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
+from prepared_parts import reading
 
 from zoo import text
 from zoo.data import documents as documents_of
@@ -29,19 +29,12 @@ def corpus(tmp_path):
     return folder
 
 
-def load(corpus, seed=0, **options):
-    """A corpus as a run loads it; the tokenizer is kept beside the corpus."""
-
-    def tokenizer_folder(make):
-        kept = corpus.parent / "tokenizer"
-        if not kept.exists():
-            make(kept)
-        return kept
-
-    options = {"seq_len": 16, "batch_size": 4, "cache": None} | options
-    files = str(corpus) if corpus.is_file() else f"{corpus}/*.txt"
-    config = text.Config(files=files, **options)
-    return text.read_text(config, seed=seed, tokenizer_folder=tokenizer_folder)
+def load(corpus, seed=0, label=None, **options):
+    """A corpus as a run loads it, beside it: there it keeps the tokenizer."""
+    options = {"tokenizer": "bytes", "cache": None} | options
+    files = f"{corpus}/*.txt" if corpus.is_dir() else corpus
+    config, tokenizer_folder = reading(corpus.parent, files, options)
+    return text.read_text(config, seed=seed, tokenizer_folder=tokenizer_folder, label=label)
 
 
 def test_split_covers_all_documents(corpus):
@@ -129,7 +122,7 @@ def test_tokenizer_survives_corpus_changes(corpus):
         path.write_text("something else entirely " * 4)
     second = load(corpus, tokenizer="bpe", vocab_size=280)
     assert second.tokenizer.encode("north").tolist() == first.tokenizer.encode("north").tolist()
-    shutil.rmtree(corpus.parent / "tokenizer")
+    shutil.rmtree(corpus.parent / "run")
     third = load(corpus, tokenizer="bpe", vocab_size=280)
     assert third.tokenizer.encode("north").tolist() != first.tokenizer.encode("north").tolist()
 
@@ -137,7 +130,7 @@ def test_tokenizer_survives_corpus_changes(corpus):
 def test_a_second_run_finds_the_text(corpus, tmp_path, monkeypatch):
     """However small it is, it is tokenized once, and its tokenizer trained once."""
     options = {"tokenizer": "bpe", "vocab_size": 280}
-    folder = corpus.parent / "tokenizer"
+    folder = corpus.parent / "run" / "tokenizer"
     alone, plain = load(corpus, **options), (folder / "tokenizer.json").read_bytes()
     calls, prepare = [], opening.prepare
 
@@ -167,15 +160,9 @@ def test_the_only_document_is_cut(tmp_path, caplog):
     whole = "".join(f"line {i} of a long text: é\n" for i in range(200))
     (tmp_path / "a.txt").write_text(whole)
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": whole}) + "\n" + '{"text": ""}')
-    config = text.Config(tokenizer="bpe", vocab_size=280, held_out=0.1, cache=tmp_path / "cache")
     for files in ("a.txt", "b.jsonl", "?.*"):
-        loaded = text.read_text(
-            dataclasses.replace(config, files=f"{tmp_path}/{files}"),
-            seed=0,
-            tokenizer_folder=lambda make, files=files: (
-                make(tmp_path / f"{files}_") or tmp_path / f"{files}_"
-            ),
-        )
+        cache = tmp_path / "cache"
+        loaded = load(tmp_path / files, tokenizer="bpe", vocab_size=280, held_out=0.1, cache=cache)
         train, held_out = loaded.train.corpus, loaded.held_out.corpus
         assert (len(train), len(held_out)) == (1, 1)
         cut = len(whole) - round(0.1 * len(whole))
@@ -215,7 +202,7 @@ def test_bpe_never_sees_held_out_text(corpus):
     texts = ("qqqq " * n for n in range(50, 100))  # of which a hash holds out the one
     held_out = next(t for t in texts if hashlib.sha256(t.encode()).digest()[0] < 0.2 * 255)
     (corpus / name).write_text(held_out)
-    shutil.rmtree(corpus.parent / "tokenizer")
+    shutil.rmtree(corpus.parent / "run")
     again = load(corpus, tokenizer="bpe", vocab_size=300, held_out=0.2)
     assert again.tokenizer.encode("qqqq").size == 4
 
@@ -224,13 +211,8 @@ def labelled(tmp_path, kinds, lines=None, **options):
     tmp_path.mkdir(exist_ok=True)
     rows = [f'{{"text": "{kind} {i}", "kind": "{kind}"}}' for i, kind in enumerate(kinds)]
     (tmp_path / "rows.jsonl").write_text(lines or "\n".join(rows))
-    options = {"rows": "bucketed", "buckets": (16,), "batch_size": 4, "cache": None} | options
-    return text.read_text(
-        text.Config(files=f"{tmp_path}/rows.jsonl", **options),
-        seed=0,
-        tokenizer_folder=lambda make: make(tmp_path / "tokenizer") or tmp_path / "tokenizer",
-        label="kind",
-    )
+    options = {"rows": "bucketed", "buckets": (16,)} | options
+    return load(tmp_path / "rows.jsonl", label="kind", **options)
 
 
 def test_labels_become_sorted_classes(tmp_path):
@@ -258,16 +240,15 @@ def test_functions_are_split_by_their_file(tmp_path):
     for i in range(20):
         functions = "".join(f"def f{i}_{j}(): pass\n" for j in range(3))
         (tmp_path / f"{i}.py").write_text(functions)
-    config = text.Config(files=f"{tmp_path}/*.py", documents="functions", held_out=0.2, cache=None)
-    folder = tmp_path / "tokenizer"
-    loaded = text.read_text(config, seed=0, tokenizer_folder=lambda make: make(folder) or folder)
+    read = lambda: load(tmp_path / "*.py", documents="functions", held_out=0.2)
+    loaded = read()
     names = [document.name.strip("'").partition(":")[0] for document in loaded.held_out_documents]
     assert {names.count(name) for name in names} == {3}
     assert len(loaded.train.corpus) == 60 - len(names)
     # One that all files have is held out alone.
     for path in tmp_path.glob("*.py"):
         path.write_text(path.read_text() + "def same(): pass\n")
-    again = text.read_text(config, seed=0, tokenizer_folder=lambda make: folder)
+    again = read()
     held_out = {document.text for document in again.held_out_documents}
     assert "def same(): pass\n" in held_out
     corpus = again.train.corpus
@@ -276,4 +257,4 @@ def test_functions_are_split_by_their_file(tmp_path):
     for i, path in enumerate(tmp_path.glob("*.py")):
         path.write_text(f"x = {i}")
     with pytest.raises(ValueError, match="0 different documents with a token"):
-        text.read_text(config, seed=0, tokenizer_folder=lambda make: folder)
+        read()
