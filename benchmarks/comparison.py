@@ -24,12 +24,11 @@ from jaxtyping import PyTree
 
 import zoo
 from benchmarks.harness import Table, Timing, in_turn, main
-from benchmarks.mup import Log, best, mean_loss, next_rate, read_data
+from benchmarks.mup import Log, best, mean_loss, next_rate, read_data, state_and_step
 from benchmarks.peers.given import ROOT
 from recipes import lm
-from zoo import losses, optimizers, rnn, text, transformer
+from zoo import optimizers, rnn, text, transformer
 from zoo.nn.precision import native_precision
-from zoo.training.compiled import CompiledStep
 
 DELTA = "gated_deltanet"
 PATTERNS = {
@@ -157,7 +156,8 @@ def _train(
     whole: bool,
 ) -> dict[str, float]:
     """Held-out bits per byte after a training; `whole` is of all held-out text, and longer rows."""
-    state, step = _state_and_step(make_model, rule, steps)
+    make_state, step = state_and_step(make_model, rule, steps, native_precision())
+    state = make_state(0)
     for k in range(steps):
         state, _ = step(state, data[0].train.batch(k))
     found = {}
@@ -167,15 +167,6 @@ def _train(
         loss = mean_loss(state.model, each.held_out, num_batches, native_precision())
         found[name] = each.bits_per_byte(loss)
     return found
-
-
-def _state_and_step(
-    make_model: Maker, rule: optimizers.Config, steps: int
-) -> tuple[Any, CompiledStep]:
-    optimizer = optimizers.make_optimizer(rule, steps)
-    step = zoo.make_train_step(losses.next_token, optimizer, precision=native_precision())
-    initialised = optimizers.initialise(rule, make_model)
-    return zoo.init_state(initialised, optimizer, key=jax.random.key(0)), step
 
 
 # --- Speed and memory --------------------------------------------------------------------------
@@ -201,9 +192,9 @@ def _speeds(makers: dict[str, Maker], data: text.Text, timing: Timing) -> dict[s
 
 
 def _stepper(make_model: Maker, batch: Any) -> tuple[Callable[[], None], int]:
-    state, step = _state_and_step(make_model, RULE, lm.Config.steps)
-    program = step.lower(state, batch).compiled
-    held = [state]
+    make_state, step = state_and_step(make_model, RULE, lm.Config.steps, native_precision())
+    held = [make_state(0)]
+    program = step.lower(held[0], batch).compiled
 
     def call() -> None:
         held[0], metrics = step(held[0], batch)

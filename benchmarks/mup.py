@@ -29,6 +29,7 @@ import zoo
 from benchmarks.harness import Table, main
 from benchmarks.peers.given import Precision
 from zoo import losses, optimizers, text, transformer
+from zoo.training.compiled import CompiledStep
 
 PARAMETRIZATIONS = ("standard", "mup")
 Coordinates = dict[str, float]
@@ -134,16 +135,26 @@ def rule(config: Config, width: int, parametrization: str, **options: Any) -> op
     return optimizers.Config(**options)
 
 
+def state_and_step(
+    make_model: Callable[[Any], Any], rule: optimizers.Config, steps: int, precision: Precision
+) -> tuple[Callable[[int], Any], CompiledStep]:
+    """A function from a seed to the state of a training, and its step."""
+    optimizer = optimizers.make_optimizer(rule, steps)
+    step = zoo.make_train_step(losses.next_token, optimizer, precision=precision)
+    initialised = optimizers.initialise(rule, make_model)
+    make_state = lambda seed: zoo.init_state(initialised, optimizer, key=jax.random.key(seed))  # noqa: E731
+    return make_state, step
+
+
 def trainer(
     model: transformer.Config, rule: optimizers.Config, steps: int
 ) -> Callable[[Sequence[Any], int], Iterator[transformer.Transformer]]:
     """A function from batches and a seed to the model at the start and after each step."""
-    make_model = optimizers.initialise(rule, lambda key: transformer.Transformer(model, key=key))
-    optimizer = optimizers.make_optimizer(rule, steps)
-    step = zoo.make_train_step(losses.next_token, optimizer, precision="fp32")
+    make_model = lambda key: transformer.Transformer(model, key=key)  # noqa: E731
+    make_state, step = state_and_step(make_model, rule, steps, "fp32")
 
     def train(batches: Sequence[Any], seed: int) -> Iterator[transformer.Transformer]:
-        state = zoo.init_state(make_model, optimizer, key=jax.random.key(seed))
+        state = make_state(seed)
         yield state.model
         for batch in batches:
             state, _ = step(state, batch)

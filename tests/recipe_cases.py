@@ -10,15 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import forked
 import jax
 import numpy as np
 import pytest
 import tensorstore as ts
 import tyro
-import xla
 
 import zoo
-from benchmarks.soak import process
 from zoo import transformer
 from zoo.data.tokenizer import ByteTokenizer
 from zoo.runs import recorder
@@ -100,7 +99,7 @@ _logs = tempfile.TemporaryDirectory(prefix="zoo-logs-")
 def run_program(arguments: Sequence[str]) -> None:
     """Run a program without the curves of runs, which would take a third of their time."""
     recorder.plot_curves = lambda *paths: None
-    process.run_program(arguments)
+    forked.run_program(arguments)
 
 
 class Program:
@@ -111,9 +110,8 @@ class Program:
 
     def __init__(self, arguments: Sequence[str], devices: int = 1, **env: str):
         self._log = Path(_logs.name, f"{len(_started)}")
-        variables = {**os.environ, "XLA_FLAGS": xla.flags(devices), **env}
         given = [str(argument) for argument in arguments]
-        self._process = process.start(self._log, run_program, given, variables=variables)
+        self._process = forked.start(self._log, run_program, given, devices=devices, **env)
         _started.append(self)
 
     @property
@@ -130,7 +128,7 @@ class Program:
         os.kill(self._process.pid, number)
 
     def wait(self) -> int:
-        return process.finish(self._process)
+        return forked.finish(self._process)
 
     def communicate(self) -> tuple[str, None]:
         self.wait()
@@ -160,7 +158,7 @@ def shared(tmp_path_factory) -> Iterator[Path]:
 
 def wait_for(moment: Callable[[], bool], program: Program) -> None:
     """Wait for a moment in a process, or for its end."""
-    deadline = time.monotonic() + process.TIMEOUT
+    deadline = time.monotonic() + forked.TIMEOUT
     while program.poll() is None and not moment():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -192,13 +190,13 @@ def write_pairs(path: Path, num_pairs: int = 60) -> None:
         {"prompt": f"{i} " * (1 + i % 2), "chosen": f"is {i}", "rejected": "no"}
         for i in range(num_pairs)
     ]
-    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    write_lines(path, pairs)
 
 
 def write_prompts(path: Path, num_prompts: int = 24) -> None:
     """Prompts of several lengths, each with the letter that its answer is to have."""
     rows = [{"prompt": f"{'ab' * (i % 3)}{i}: ", "want": "abc"[i % 3]} for i in range(num_prompts)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(path, rows)
 
 
 def write_base(folder: Path) -> None:
@@ -208,6 +206,10 @@ def write_base(folder: Path) -> None:
     )
     model = transformer.Transformer(config, key=jax.random.key(0))
     zoo.save(folder, model, tokenizer=ByteTokenizer())
+
+
+def write_lines(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def metrics(run_dir: Path) -> list[dict]:

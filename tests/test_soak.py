@@ -1,35 +1,24 @@
-"""The soak in short, and restoring damaged checkpoints."""
+"""The soak in short."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
+import soak
 
-from benchmarks.soak import boundaries
-from zoo.runs import recorder
-
-# What is left out passes no moment that the others do not; `python -m benchmarks.soak` has all.
+# What is left out passes no moment that the others do not; `python tests/soak.py` has all.
 LEFT_OUT = "adapters", "classification", "distillation", "DPO of adapters"
-KINDS = [kind for kind in boundaries.KINDS if kind not in LEFT_OUT]
-
-
-def run_recipe(*arguments: Any) -> None:
-    """Without the curves, which would take a third of the time of such a run."""
-    recorder.plot_curves = lambda *paths: None
-    boundaries.run_recipe(*arguments)
+KINDS = [kind for kind in soak.KINDS if kind not in LEFT_OUT]
 
 
 @pytest.fixture(scope="module")
-def kinds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[boundaries.Kinds]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(boundaries, "run_recipe", run_recipe)  # in this process, not in the runs'
-        yield boundaries.Kinds(tmp_path_factory.mktemp("kinds"))
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> soak.Kinds:
+    return soak.Kinds(tmp_path_factory.mktemp("kinds"))
 
 
-def assert_same_after_kills(kinds: boundaries.Kinds, kind: str, chosen: Sequence[str]) -> None:
+def assert_same_after_kills(kinds: soak.Kinds, kind: str, chosen: Sequence[str]) -> None:
     """One life, killed at each of the boundaries in turn."""
     left = [*chosen]
-    outcomes = boundaries.live(kinds, kind, lambda *_: (left.pop(0), 1) if left else None)
+    outcomes = soak.live(kinds, kind, lambda *_: (left.pop(0), 1) if left else None)
     assert not [outcome.detail for outcome in outcomes if outcome.detail]
     assert [outcome.boundary for outcome in outcomes] == [*chosen]
 
@@ -56,5 +45,5 @@ def test_runs_killed_at_all_boundaries_match_straight_runs(kind, kinds, shares):
 @pytest.mark.slow
 def test_every_moment_is_passed_by_some_kind(kinds):
     passed = {name for kind in KINDS for name in kinds.straight(kind)[1]}
-    for moment in {*boundaries.MOMENTS} - {"evaluation"}:
+    for moment in {*soak.MOMENTS} - {"evaluation"}:
         assert {f"before {moment}", f"after {moment}"} <= passed

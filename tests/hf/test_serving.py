@@ -11,7 +11,7 @@ import pytest
 from helpers import drawn_transformer
 
 import zoo
-from benchmarks import speculative
+from benchmarks import decoding
 from benchmarks.harness import Timing
 
 PROMPTS = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10, 11]]
@@ -97,14 +97,14 @@ def test_exports_are_served_with_equal_logits_tokens_and_stops(family: str, tmp_
 )
 def test_wrong_options_are_refused(options: dict, message: str):
     with pytest.raises(ValueError, match=message):
-        speculative.Options(**options)
+        decoding.Drafts(**options)
 
 
 @pytest.mark.slow
 def test_a_draft_that_is_the_model_is_always_kept():
-    options = speculative.Options(
+    options = decoding.Drafts(
         draft_tokens=(3,), batch_sizes=(2,), temperatures=(0.0,), new_tokens=17
     )
-    [table] = speculative.speculative(options, Timing(rounds=1))
+    [table] = decoding.speculative(options, Timing(rounds=1))
     assert table.failures == []
     assert (table.rows[1]["kept"], table.rows[1]["tokens per step"]) == ("100%", 4.0)

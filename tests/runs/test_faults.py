@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 
+import forked
 import grain
 import numpy as np
 import optax
@@ -24,7 +25,6 @@ from recipe_cases import (
 )
 
 import zoo
-from benchmarks.soak import process as processes
 from zoo import losses, mlp
 from zoo.runs import recorder
 from zoo.runs.config import Config
@@ -146,8 +146,8 @@ def fit_shuffled(folder, kill):
 def test_a_killed_run_goes_on_with_the_rows_it_would_have_read(tmp_path):
     def ended(name, kill=False):
         (tmp_path / name).mkdir(exist_ok=True)
-        program = processes.start(tmp_path / "log", fit_shuffled, tmp_path / name, kill)
-        code = processes.finish(program)
+        program = forked.start(tmp_path / "log", fit_shuffled, tmp_path / name, kill)
+        code = forked.finish(program)
         assert code == -signal.SIGKILL * kill, (tmp_path / "log").read_text()
         return read_metrics(tmp_path / name / "run" / "metrics.jsonl")
 

@@ -12,17 +12,15 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import xla
+
 TIMEOUT = 300  # seconds; more than anything here takes, even on a busy machine
-FLAGS = (  # so that any mesh can follow any other; not optimized, programs compile in half the time
-    "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
-)
 
 _context = multiprocessing.get_context("forkserver")
 # Including modules that a run imports late.
 _context.set_forkserver_preload(
     [
         __name__,
-        "benchmarks.soak.boundaries",
         "recipes.distill",
         "recipes.finetune",
         "recipes.lm",
@@ -37,27 +35,19 @@ _context.set_forkserver_preload(
 )
 
 
-def spread(prompt: str, answer: str, row: dict[str, str]) -> float:
-    """A reward of answers, by the letters that they have."""
-    return len({*answer}) / 8
-
-
 class HangError(Exception):
     """A process that does not end."""
 
 
 def start(
-    log: Path,
-    function: Callable[..., object],
-    *arguments: Any,
-    variables: Mapping[str, str] | None = None,
+    log: Path, function: Callable[..., object], *arguments: Any, devices: int = 4, **env: str
 ) -> BaseProcess:
     """A process that runs a function of a module, with its output in a file.
 
-    `variables` are of its environment; by default those of this process, and XLA's `FLAGS`.
+    By default it has four devices, so that any mesh can follow any other.
     """
-    given = {**os.environ, "XLA_FLAGS": FLAGS} if variables is None else {**variables}
-    parts = (log, os.getcwd(), given, function, arguments)
+    variables = {**os.environ, "XLA_FLAGS": xla.flags(devices), **env}
+    parts = (log, os.getcwd(), variables, function, arguments)
     process = _context.Process(target=_run, args=parts, daemon=True)
     process.start()
     return process

@@ -1,9 +1,12 @@
 """Runs of every kind, killed at the boundaries of their lives, and compared at the end.
 
+PYTHONPATH=. python tests/soak.py --kills 300    # at random; with --folder the same command resumes
+
 A boundary lies before, within or after a moment: a call of one of `MOMENTS`. Within one are the
 files that it opens, renames and removes, the batches that it evaluates, and half of a line.
 """
 
+import dataclasses
 import functools
 import importlib
 import json
@@ -13,22 +16,30 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import forked
 import jax
 import tyro
+from recipe_cases import (
+    metrics,
+    write_base,
+    write_corpus,
+    write_lines,
+    write_pairs,
+    write_prompts,
+)
 
-import zoo
-from benchmarks.soak import process
-from zoo import transformer
-from zoo.data.tokenizer import ByteTokenizer
+from zoo.runs import recorder
 from zoo.runs.command_line import cli_errors
-from zoo.runs.metrics import read_metrics
 from zoo.training.compiled import CompiledStep
 
 STEPS = 4
@@ -40,7 +51,7 @@ SAMPLES = "--sample-tokens=2"
 TEXT = f"--data.files={{place}}/corpus/*.txt --data.cache={{run}}/cache --data.seq-len=32 {SAMPLES}"
 PAIRS = f"--data.files={{place}}/pairs.jsonl --data.format=preferences --data.buckets 32 {SAMPLES}"
 LABELS = "--data.files={place}/labelled.jsonl --data.cache={run}/cache --data.rows=bucketed"
-PROMPTS = "--data.files={place}/pairs.jsonl --data.max-prompt-tokens=8 --data.held-out=0.3"
+PROMPTS = "--data.files={place}/prompts.jsonl --data.max-prompt-tokens=16 --data.held-out=0.3"
 ANSWERS = "--group-size=4 --max-new-tokens=8 --eval-samples=2 --updates=2 --reward-workers=1"
 BASE = "--model={place}/base"
 STUDENT = "--model.num-layers=1 --model.d-model=16 --model.dropout=0.1"
@@ -63,7 +74,7 @@ KINDS = {
         f"finetune {LABELS} --data.buckets 32 --label=label --keep-best=eval_loss --method=full "
         + BASE
     ),
-    "rewards": f"reinforce {PROMPTS} {ANSWERS} {BASE} --reward=benchmarks.soak.process:spread",
+    "rewards": f"reinforce {PROMPTS} {ANSWERS} {BASE} --reward=tests.reward_cases:letters",
 }
 
 # The functions of a moment, by the modules that call them.
@@ -95,8 +106,6 @@ MOMENTS = {
 }
 TRACEBACK = "it ended in a traceback"
 RAISED = "the exception was a"
-SPEEDS = {"tokens_per_second", "examples_per_second", "mfu", "rewards_per_second"}
-SPEEDS |= {"rollout_tokens_per_second", "update_tokens_per_second"}
 Target = tuple[str, int] | None  # a boundary, and which one of its occurrences in a process
 
 
@@ -114,8 +123,15 @@ class Kinds:
 
     def __init__(self, folder: Path):
         self.folder = folder.absolute()
-        if not (self.folder / "base").exists():
-            _write_data(self.folder)
+        if (self.folder / "base").exists():
+            return
+        write_corpus(self.folder / "corpus")
+        write_pairs(self.folder / "pairs.jsonl", 24)
+        write_prompts(self.folder / "prompts.jsonl")
+        words = ("def", "return", "import", "class")
+        rows = [{"text": f"{words[i % 4]} {i}", "label": "ab"[i % 2]} for i in range(48)]
+        write_lines(self.folder / "labelled.jsonl", rows)
+        write_base(self.folder / "base")
 
     def start(self, kind: str, run: Path, target: Target) -> BaseProcess:
         """Start a process of a run in `run/run`, which dies at the target."""
@@ -124,14 +140,14 @@ class Kinds:
         words = f"--run-dir={{run}}/run {COMMON} {flags}".split()
         given = [word.format(place=self.folder, run=run) for word in words]
         arguments = (recipe, given, self.folder / "programs", target, run / "boundaries.json")
-        return process.start(run / "log", run_recipe, *arguments)
+        return forked.start(run / "log", run_recipe, *arguments)
 
     def straight(self, kind: str) -> tuple[Path, list[str]]:
         """An undisturbed run, and the boundaries of its life in their order."""
         run = self.folder / f"straight {kind}"
         if not (run / "ended").exists():
             shutil.rmtree(run, ignore_errors=True)
-            if (code := process.finish(self.start(kind, run, None))) != 0:
+            if (code := forked.finish(self.start(kind, run, None))) != 0:
                 raise RuntimeError(f"{kind}: an undisturbed run ended with {code}:\n{log(run)}")
             (run / "ended").touch()
         return run, json.loads((run / "boundaries.json").read_text())
@@ -149,13 +165,13 @@ def live(kinds: Kinds, kind: str, choose_next: Callable[[list[str], str], Target
     try:
         while code == -signal.SIGKILL and not detail:
             target = choose_next(boundaries, killed[-1] if killed else "")
-            code = process.finish(kinds.start(kind, run, target))
+            code = forked.finish(kinds.start(kind, run, target))
             if "Traceback" in log(run):
                 detail = TRACEBACK
             elif code == -signal.SIGKILL:
                 killed.append(target[0] if target else "")
         detail = detail or (f"it ended with {code}" if code else difference(run, straight))
-    except process.HangError as error:
+    except forked.HangError as error:
         detail = str(error)
     if detail:
         detail += f"; killed: {killed}; the last process said:\n{log(run)[-3000:]}"
@@ -186,7 +202,8 @@ def difference(run: Path, straight: Path) -> str:
     Compares the numbers of metrics.jsonl, the published model, the adapters and the best model, and
     what the end printed; and looks for remains of interrupted writes.
     """
-    if (found := _metrics(run)) != (wanted := _metrics(straight)) or not wanted:
+    found, wanted = metrics(run / "run"), metrics(straight / "run")
+    if found != wanted or not wanted:
         return f"metrics.jsonl has {found} instead of {wanted}"
     for name in ("model", "adapters", "best"):
         found_files, wanted_files = (files(each / "run" / name) for each in (run, straight))
@@ -219,36 +236,6 @@ def printed_end(run: Path) -> str:
     return re.split(r"(?m)^(?:step \d+: |.* has finished \d+ steps).*\n", text)[-1]
 
 
-def _metrics(run: Path) -> list[dict]:
-    lines = read_metrics(run / "run" / "metrics.jsonl")
-    return [{k: v for k, v in line.items() if k not in SPEEDS} for line in lines]
-
-
-def _write_data(folder: Path) -> None:
-    (folder / "corpus").mkdir(parents=True, exist_ok=True)
-    words = ("def", "return", "self", "for", "in", "if", "None", "import", "class", "lambda")
-    choose = random.Random(0)
-    for i in range(24):
-        text = " ".join(choose.choices(words, k=choose.choice((3, 9, 16))))
-        (folder / "corpus" / f"{i:02}.txt").write_text(text)
-    pairs = [{"prompt": f"{i} ", "chosen": f"is {i}", "rejected": "no"} for i in range(24)]
-    rows = [{"text": f"{words[i % 10]} {i}", "label": "ab"[i % 2]} for i in range(48)]
-    for name, lines in (("pairs", pairs), ("labelled", rows)):
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (folder / f"{name}.jsonl").write_text(text)
-    config = transformer.Config(
-        vocab_size=320, d_model=32, num_layers=1, num_heads=2, dropout=0.1, mlp="gelu"
-    )
-    code = process.finish(process.start(folder / "log", _write_base, folder / "base", config))
-    if code != 0:
-        raise RuntimeError((folder / "log").read_text())
-
-
-def _write_base(folder: Path, config: transformer.Config) -> None:
-    model = transformer.Transformer(config, key=jax.random.key(0))
-    zoo.save(folder, model, tokenizer=ByteTokenizer())
-
-
 # --- Within a process of a run ------------------------------------------------------------------
 
 
@@ -256,6 +243,7 @@ def run_recipe(
     recipe: str, flags: Sequence[str], programs: Path, target: Target, record: Path
 ) -> None:
     """Run a recipe to the target, and die there; or to its end, and record its boundaries."""
+    recorder.plot_curves = lambda *paths: None  # a third of the time of such a run
     jax.config.update("jax_compilation_cache_dir", str(programs))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -353,3 +341,58 @@ def _which_evaluation(recorder: Any, step: int, state: Any, whole: bool) -> str:
     if step == 0:
         return "the evaluation at step 0"
     return "the last evaluation" if whole else "an evaluation during training"
+
+
+# --- At random ----------------------------------------------------------------------------------
+
+
+def soak(
+    kills: int = 300,
+    minutes: float | None = None,
+    seed: int = 0,
+    only: int | None = None,
+    folder: Path | None = None,
+) -> None:
+    """Kill runs at random boundaries, and check that the results stay the same.
+
+    Args:
+        kills: number of kills, over all kinds of runs.
+        minutes: time limit instead of the number.
+        seed: random seed.
+        only: a single life, by its number in a failure.
+        folder: working folder, in which the same command resumes; a temporary one if not given.
+    """
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        kinds, lives, began = Kinds(folder or Path(temporary)), 0, time.monotonic()
+        if only is not None:
+            sys.exit(any(outcome.detail for outcome in _life(kinds, seed, only)))
+        record = kinds.folder / "outcomes.jsonl"
+        for line in record.read_text().splitlines() if record.exists() else ():
+            outcomes += [Outcome(**outcome) for outcome in json.loads(line)]
+            lives += 1
+        while len(outcomes) < kills if minutes is None else time.monotonic() - began < 60 * minutes:
+            found = _life(kinds, seed, lives)
+            outcomes += found
+            lives += 1
+            with open(record, "a") as file:
+                file.write(json.dumps([dataclasses.asdict(outcome) for outcome in found]) + "\n")
+    wrong = [outcome for outcome in outcomes if outcome.detail]
+    for boundary, count in sorted(Counter(outcome.boundary for outcome in outcomes).items()):
+        print(f"{count:5} kills {boundary}, wrong {sum(x.boundary == boundary for x in wrong)}")
+    print(f"{len(outcomes):5} kills of {lives} lives, wrong {len(wrong)}")
+    sys.exit(bool(wrong))
+
+
+def _life(kinds: Kinds, seed: int, index: int) -> list[Outcome]:
+    """One life; its failure says how to repeat it."""
+    outcomes = live_at_random(kinds, random.Random(f"{seed} {index}"))
+    if detail := outcomes[0].detail:
+        detail = f"PYTHONPATH=. python tests/soak.py --seed {seed} --only {index}\n{detail}"
+        outcomes = [dataclasses.replace(outcome, detail=detail) for outcome in outcomes]
+    print(f"life {index}: {outcomes[0].kind}, {len(outcomes)} kills. {detail}", flush=True)
+    return outcomes
+
+
+if __name__ == "__main__":
+    tyro.cli(soak)
