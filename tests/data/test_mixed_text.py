@@ -111,12 +111,12 @@ def test_tokenizers_have_to_agree(tmp_path, folder, pattern):
         with pytest.raises(ValueError, match=f"data: the source {message}"):
             load(tmp_path, files, **options)
     load(tmp_path, files, held_out=0.3)  # that of the text
-    with pytest.raises(ValueError, match=r"data.held_out=0.3: .*again was prepared with 0.05"):
+    with pytest.raises(ValueError, match=r"data.held_out=0.3: .*again .* 0.05"):
         load(tmp_path, f"help={again}:1", held_out=0.3)
     # The tokenizer that a run keeps stays.
     (tmp_path / "run" / "tokenizer" / "tokenizer.json").unlink()
     BPETokenizer.train(some("x"), 300).save(tmp_path / "run" / "tokenizer")
-    with pytest.raises(ValueError, match=r"'code': the run has another tokenizer .300 ids. than"):
+    with pytest.raises(ValueError, match=r"'code': .* .300 ids. than"):
         load(tmp_path, files)
 
 
@@ -185,7 +185,7 @@ def test_no_source_trains_on_what_a_prepared_one_holds_out(tmp_path, pattern, ca
     for i, one in enumerate(sorted(some("plain"), key=hash_of)[-2:]):
         (few / f"{i}.txt").write_text(one)
     prepare(f"{few}/*.txt", tmp_path / "two", held_out=0.5, workers=1)
-    with pytest.raises(ValueError, match=r"'more' trains on 1 documents or more"):
+    with pytest.raises(ValueError, match="'more' trains on 1"):
         load(tmp_path, f"two={tmp_path}/two:1,more={more}:1")
     with pytest.raises(ValueError, match=r"documents='functions': the sources \['more'\] are prep"):
         load(tmp_path, f"text={pattern}:1,more={more}:1", documents="functions")
@@ -236,7 +236,7 @@ def test_limits_and_epochs_of_bucketed_rows(tmp_path, folder, pattern):
     assert (whole.train.datasets["code"].num_rows, few.train.datasets["code"].num_rows) == (32, 8)
     assert few.train.epochs(10) == {"code": 5}
     bucketed(table(tmp_path, folder, limit_documents=8, max_epochs=5))
-    with pytest.raises(ValueError, match=r"'code' would be read 5.00 times in --steps 10, .*=4.9"):
+    with pytest.raises(ValueError, match=r"'code' .* 5.00 times in --steps 10, .*=4.9"):
         bucketed(table(tmp_path, folder, limit_documents=8, max_epochs=4.9))
     large = bucketed(table(tmp_path, pattern, limit_documents=8), tokenizer="bytes")
     assert len(large.sources["code"].train.corpus) == 8

@@ -151,9 +151,7 @@ def test_a_table_with_stages_and_temperature(tmp_path):
     stages = mixture.resolve(100, [5, 5])
     assert stages == (Stage(0, (7, 3)), Stage(40, (1, 1)), Stage(90, (0, 1)))
     assert mixture.sources[0].max_epochs == 4
-    with pytest.raises(
-        ValueError, match=r"stages\[1\] begins at step 40, and the one before at 40"
-    ):
+    with pytest.raises(ValueError, match=r"stages\[1\] .* 40, .* 40"):
         mixture.resolve(50, [5, 5])
     hot = "temperature = 2\n" + re.sub("weight = .*", "", TABLE)
     shares = parse_table(tmp_path, hot).resolve(100, [10_000, 100])[0].shares
@@ -168,7 +166,7 @@ def test_a_table_with_stages_and_temperature(tmp_path):
         (("weight = 0.7", "weight = 'a'"), "sources.code.weight='a'"),
         (("weight = 0.7\n", ""), r"\['docs'\] have a weight and other sources none"),
         (("max_epochs", "epochs"), r"no field sources.code.epochs \(known are"),
-        (("{docs = 1}", "{help = 1}"), r"stages\[1\].weights has no source \['help'\]"),
+        (("{docs = 1}", "{help = 1}"), r"stages\[1\].weights .* \['help'\]"),
         (("{docs = 1}", "{docs = 0}"), r"stages\[1\].weights are all zero"),
         (("{docs = 1}", "{docs = 'a'}"), r"stages\[1\].weights.docs='a'"),
         (("{docs = 1}", "1"), "no table"),

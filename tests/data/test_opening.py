@@ -102,7 +102,7 @@ def test_fields_that_differ_from_those_it_was_prepared_with(tmp_path):
 
 
 def test_what_a_prepared_folder_has_not(tmp_path, folder):
-    with pytest.raises(ValueError, match=r"label='topic': .* is prepared, and has no labels"):
+    with pytest.raises(ValueError, match="label='topic':"):
         load(tmp_path, folder, label="topic", rows="bucketed")
     with pytest.raises(ValueError, match=r"is prepared: .* data.documents='functions'"):
         load(tmp_path, folder, documents="functions")
@@ -121,7 +121,7 @@ def pattern(tmp_path):
 
 def test_too_much_text_is_to_be_prepared(tmp_path, pattern, monkeypatch):
     monkeypatch.setattr(opening, "BY_ITSELF", sum(map(len, DOCUMENTS)) - 1)
-    with pytest.raises(ValueError, match=r"in 40 files: above 0 GiB a run does not") as error:
+    with pytest.raises(ValueError, match="in 40 files: above 0 GiB") as error:
         load(tmp_path, pattern)
     assert str(error.value).startswith(f"data.files='{pattern}' has 0.0 GiB")
     command = f"python -m zoo prepare '{pattern}' --tokenizer bpe --vocab-size 2048 --out FOLDER"

@@ -242,7 +242,7 @@ def test_another_configuration_is_refused(tmp_path: Path, data: str):
         prepare.prepare(data, tmp_path / "out", held_out=0.1, **SMALL)
     with pytest.raises(ValueError, match=r"tokenizer is 'bytes' there and 'bpe' here; vocab_size"):
         prepare.prepare(data, tmp_path / "out", tokenizer="bpe", **SMALL)
-    with pytest.raises(ValueError, match=r"holds something else \(0.jsonl, 1.jsonl, 2.jsonl\)"):
+    with pytest.raises(ValueError, match=r"\(0.jsonl, 1.jsonl, 2.jsonl\)"):
         prepare.prepare(data, tmp_path / "text", **SMALL)
     foreign = tmp_path / "foreign" / "work"
     foreign.mkdir(parents=True)
@@ -481,9 +481,9 @@ def test_names_of_special_tokens_are_read_as_told(tmp_path, capsys):
         options = {"seed": 0, "tokenizer_folder": lambda make, to=run_folder: [make(to), to][1]}
         assert says in zoo_text.read_text(read, **options).special_tokens
         other = dataclasses.replace(read, special_tokens={"text": "parse", "parse": "text"}[name])
-        with pytest.raises(ValueError, match=r"data.special_tokens=.* was prepared with"):
+        with pytest.raises(ValueError, match=r"data.special_tokens=.*"):
             zoo_text.read_text(other, **options)
-    with pytest.raises(ValueError, match="special_tokens is None there and 'parse' here"):
+    with pytest.raises(ValueError, match=r"special_tokens .* 'parse' here"):
         prepare.prepare(
             data, tmp_path / "text", tokenizer=str(tmp_path / "tokenizer"), special_tokens="parse"
         )

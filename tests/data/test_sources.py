@@ -166,7 +166,7 @@ def test_fingerprints_tell_rows_transforms_and_arguments():
     [
         ([], {}, "list has no rows"),
         ([1.0], {"drop_last": True}, r"batch_size=2, drop_last=True.*\{2: 1\}"),
-        (["a"], {}, "row 0 of the source: inputs='a'"),
+        (["a"], {}, r"row 0 .* inputs='a'"),
         ([{"weights": 1}], {}, r"\['weights'\]"),
         (TEXTS, {"buckets": (4,)}, r"buckets=\(4,\)"),
         (TEXTS, {"buckets": (4,), "lengths": len, "padded": ["inputs"]}, r"\(4,\): row 1.* 8"),
@@ -182,13 +182,13 @@ def test_bad_rows_are_named_before_any_compute(rows, options, said):
 @pytest.mark.parametrize(
     ("rows", "options", "said"),
     [
-        ([TEXTS[0], TEXTS[1]], {}, r"row 1 of the source: inputs is int64\[8\].*int64\[3\]"),
+        ([TEXTS[0], TEXTS[1]], {}, r"row 1 .* inputs is int64\[8\].*int64\[3\]"),
         ([{"x": 1}, {"y": 1}], {}, r"row 1 of the source: x is nothing"),
-        ([1, 2.0], {}, r"inputs is float32\[\], and the first row's int64\[\]"),
+        ([1, 2.0], {}, r"inputs is float32\[\], .* int64\[\]"),
         (
             [TEXTS[0], TEXTS[1]],
             {"buckets": (4,), "lengths": [3, 4], "padded": ["inputs"]},
-            r"row 1 of the source: inputs is int64\[8\]",
+            r"row 1 .* inputs is int64\[8\]",
         ),
     ],
 )

@@ -69,8 +69,8 @@ def test_digits_come_from_scikit_learn(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a,b\n1,2", r"rows\.csv, line 2 has no field 'species': its fields are \['a', 'b'\]"),
-        ("a,species\n1,x\none,y", r"line 3: could not convert string to float: 'one'; all columns"),
+        ("a,b\n1,2", r"rows\.csv, line 2 .* 'species': .* \['a', 'b'\]"),
+        ("a,species\n1,x\none,y", r"line 3: .* 'one'; all columns"),
         ("a,a,species\n1,2,x", r"rows\.csv has 2 columns named 'a'"),
         ("a,species\nnan,x", "all of them finite"),
         ("a,species\n", "all of them finite"),
@@ -96,5 +96,5 @@ def test_holding_out_everything_is_refused():
 
 
 def test_missing_files_are_named(tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match=r"data\.file='.*rows\.csv': there is no such file"):
+    with pytest.raises(FileNotFoundError, match=r"data\.file='.*rows\.csv':"):
         tabular.read_rows(tmp_path / "rows.csv", "kind")

@@ -228,7 +228,7 @@ def test_labels_become_sorted_classes(tmp_path):
 
 
 def test_unusable_labels_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"label='kind' has the values \['x'\]"):
+    with pytest.raises(ValueError, match=r"label='kind' .* \['x'\]"):
         labelled(tmp_path / "one", ["x"] * 20)
     with pytest.raises(ValueError, match="are among the held-out rows alone"):
         labelled(tmp_path / "many", [f"kind{i}" for i in range(40)], held_out=0.3)

@@ -71,7 +71,7 @@ def test_invalid_arguments_are_refused(make_dataset):
             make_dataset(**wrong)
     with pytest.raises(ValueError, match=r"separator_id=300 .* vocab_size=300"):
         token_datasets.PackedDataset(make_corpus([3]), VOCAB, seq_len=8, batch_size=1, seed=0)
-    with pytest.raises(ValueError, match="seq_len=0 must be at least 1"):
+    with pytest.raises(ValueError, match=r"seq_len=0 .* 1"):
         packed(seq_len=0)
     with pytest.raises(IndexError, match="batch -1"):
         packed().batch(-1)

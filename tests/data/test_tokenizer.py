@@ -347,7 +347,7 @@ def test_own_tokenizers_have_one_separator(tokenizer):
 @pytest.mark.parametrize("end", [-1, 10_000, "2", True])
 def test_ends_that_are_no_ids_are_refused(end, tmp_path):
     write_tokenizer(tmp_path, generation_config={"eos_token_id": [2, end]})
-    with pytest.raises(ValueError, match=r"tokenizer.json: eos_token_id=.* is no id .* 0 to 283"):
+    with pytest.raises(ValueError, match=r"tokenizer.json: eos_token_id=.* 0 to 283"):
         tok.load_tokenizer(tmp_path)
 
 

@@ -228,9 +228,9 @@ def test_all_tokens_of_a_draft_that_is_the_model_are_kept(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"draft_tokens": 0}, "draft_tokens=0 must be at least 1"),
+        ({"draft_tokens": 0}, r"draft_tokens=0 .* 1"),
         ({"repetition_penalty": 1.2}, "a draft cannot go with repetition_penalty"),
-        ({"draft": 9}, "the draft has vocab_size=9 and the model 7"),
+        ({"draft": 9}, r"vocab_size=9 .* 7"),
     ],
     ids=str,
 )

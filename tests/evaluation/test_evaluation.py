@@ -165,21 +165,21 @@ def test_scores_in_few_bits_are_near(folder):
 
 def test_what_cannot_be_asked_is_refused(folder, model):
     lm = ZooLM(model, ByteTokenizer())
-    with pytest.raises(ValueError, match="request 1 has a continuation of 0 tokens"):
+    with pytest.raises(ValueError, match=r"request 1 .* 0 tokens"):
         lm.loglikelihood(asked(("a", "b"), ("a", "")))
     with pytest.raises(ValueError, match=r"continuation of 49 tokens, and .* has 1 to 48"):
         lm.loglikelihood(asked(("a", "b" * 49)))
-    with pytest.raises(ValueError, match="id 264: the model has ids from 0 to 263"):
+    with pytest.raises(ValueError, match=r"id 264: .* 0 to 263"):
         next(lm.scorer.stream([([65], [264])]))
-    with pytest.raises(ValueError, match="max_new_tokens=256 leaves no room"):
+    with pytest.raises(ValueError, match="max_new_tokens=256"):
         lm.generate_until(asked(("a", {})))
     with pytest.raises(ValueError, match="no chat template"):
         lm.apply_chat_template([{"role": "user", "content": "a"}])
     with pytest.raises(ValueError, match="tokenizer: give that of the model"):
         ZooLM(model)
-    with pytest.raises(ValueError, match="dtype='bf16', quantize=None: a model that is given"):
+    with pytest.raises(ValueError, match="dtype='bf16', quantize=None:"):
         ZooLM(model, ByteTokenizer(), dtype="bf16")
-    with pytest.raises(ValueError, match="max_length=64 must be at least 1, and at most the 48"):
+    with pytest.raises(ValueError, match=r"max_length=64 .* 1, .* 48"):
         ZooLM(folder, max_length=64)
     with pytest.raises(ValueError, match="mlp-digits has no tokenizer"):
         ZooLM("mlp-digits")
@@ -234,7 +234,7 @@ def test_generation_is_read_as_lm_eval_does():
     assert found == {**none, "temperature": 0.5, "top_p": 0.9}
     ignored = {"do_sample": False, "temperature": 0.5, "top_p": 0.9, "repetition_penalty": 1.1}
     assert generation(ignored) == {**none, "repetition_penalty": 1.1}
-    with pytest.raises(ValueError, match="the zoo has no 'num_beams'; it has until, do_sample"):
+    with pytest.raises(ValueError, match=r"'num_beams'; .* do_sample"):
         generation({"num_beams": 4})
 
 
@@ -434,7 +434,7 @@ def test_shots_options_and_limits_reach_lm_eval(folder, tmp_path, capsys):
 def test_what_cannot_be_evaluated_is_refused(folder, tmp_path, monkeypatch):
     without = lambda include_path, **_: TaskManager(None, include_path, include_defaults=False)
     monkeypatch.setattr("lm_eval.tasks.TaskManager", without)  # lm-eval's own take 10 s to read
-    with pytest.raises(ValueError, match="task='hellaswagg': neither a task"):
+    with pytest.raises(ValueError, match="task='hellaswagg':"):
         main.main(["eval", folder, "--task", "hellaswagg"])
     with pytest.raises(ValueError, match="task: name one at least"):
         main.main(["eval", folder])
@@ -482,7 +482,7 @@ def test_classifiers_choose_among_their_classes(tmp_path, caplog):
     long, short = lm.loglikelihood(asked((TEXTS[0] + "more", "1"), (TEXTS[0], "1")))
     assert long == pytest.approx(short)
     assert "its end is cut off" in caplog.text
-    with pytest.raises(ValueError, match="choice '3': the model has the classes 1, 2, 5"):
+    with pytest.raises(ValueError, match=r"choice '3': .* 1, 2, 5"):
         lm.loglikelihood(asked(("a", "3")))
     for ask in (lm.loglikelihood_rolling, lm.generate_until):
         with pytest.raises(ValueError, match="has a classification head"):

@@ -268,9 +268,7 @@ def test_biases_of_zeros_that_the_family_lacks_are_left_out(tmp_path: Path):
 
     got = zoo.load(changed("gptq", tmp_path / "0", partial(bias, value=0)))
     assert_same(got, zoo.load(GOLDEN / "gptq"))
-    with pytest.raises(
-        PublishError, match=r"q_proj\.bias: \(64,\) here, none by the configuration"
-    ):
+    with pytest.raises(PublishError, match=r"q_proj\.bias: \(64,\)"):
         zoo.load(changed("gptq", tmp_path / "1", partial(bias, value=1)))
 
 
@@ -418,9 +416,7 @@ def test_tensors_without_a_description_are_refused(tmp_path: Path):
     values = json.loads((folder / "config.json").read_text())
     del values["quantization_config"]
     (folder / "config.json").write_text(json.dumps(values))
-    with pytest.raises(
-        PublishError, match=r"_proj\.q\w+ is of a quantised matrix, and config.json has"
-    ):
+    with pytest.raises(PublishError, match=r"_proj\.q\w+ .* config.json has"):
         zoo.load(folder)
 
 
@@ -434,12 +430,12 @@ def test_a_family_without_such_matrices_is_refused(tmp_path: Path):
     described = {"quant_method": "gptq", "bits": 4, "group_size": 32}
     values["quantization_config"] = described
     (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(PublishError, match=r"c_fc.weight of the family gpt2 is no matrix as"):
+    with pytest.raises(PublishError, match=r"c_fc.weight .* gpt2"):
         zoo.load(tmp_path)
 
 
 def test_what_is_quantised_is_not_quantised_again():
-    with pytest.raises(PublishError, match=r"quantize='int8' is for whole weights.*by gptq"):
+    with pytest.raises(PublishError, match=r"quantize='int8' .* weights.*by gptq"):
         zoo.load(GOLDEN / "gptq", quantize="int8")
-    with pytest.raises(PublishError, match=r"quantize='nf4' is for whole weights.*by awq"):
+    with pytest.raises(PublishError, match=r"quantize='nf4' .* weights.*by awq"):
         skeleton(GOLDEN / "awq", quantize="nf4")

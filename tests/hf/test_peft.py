@@ -337,7 +337,7 @@ def test_other_configurations_of_peft_are_refused(mistake: str, tmp_path: Path):
     ("name", "changes", "match"),
     [
         ("tied_whole", {"ensure_weight_tying": False}, r"without ensure_weight_tying=True PEFT"),
-        ("tokens", {"trainable_token_indices": [36, 3, 99]}, r"ids of the 37 rows of embed_tok"),
+        ("tokens", {"trainable_token_indices": [36, 3, 99]}, "37 rows of embed_tok"),
         ("tokens", {"trainable_token_indices": [36, 3, 3]}, r"each is there once"),
         ("tokens", {"trainable_token_indices": {"lm_head": [1]}}, r"has 'lm_head', and the zoo"),
         ("whole", {"trainable_token_indices": [1]}, r"which modules_to_save does not have"),
@@ -390,7 +390,7 @@ def test_targets_have_the_names_of_peft():
         paths(llama, "q_proj", "query")
     rnn = make_rnn(0.0)(KEY)
     assert paths(rnn, "all-linear") == tuple(lora.targets(rnn, lora.Config()))
-    with pytest.raises(ValueError, match=r"targets='q_proj' matches no matrix; those are emb"):
+    with pytest.raises(ValueError, match="targets='q_proj'"):
         paths(rnn, "q_proj")
 
 
@@ -474,7 +474,7 @@ def test_adapters_carry_the_ends_of_texts(saved):
     assert_trees_close(opened, adapted, rtol=0)
     assert models.skeleton(folder / "e").config.eos_ids == (256, 7)
     edit_origin(folder / "e", {"eos_ids": [7, 257]})
-    with pytest.raises(PublishError, match=r"eos_ids has the id 257: .* vocab_size=257"):
+    with pytest.raises(PublishError, match=r"eos_ids .* 257: .* vocab_size=257"):
         zoo.load(folder / "e")
 
 
@@ -528,7 +528,7 @@ def test_adapters_on_themselves_are_refused(saved):
 def test_adapters_on_adapters(saved):
     folder, base, first = saved
     second = drawn(zoo.load(folder / "a"), lora.Config(rank=3, targets=("blocks.mlp.*",)))
-    with pytest.raises(PublishError, match=r"has other adapters below .* base=.*base' has none"):
+    with pytest.raises(PublishError, match=r"base=.*base' has none"):
         zoo.save_adapters(folder / "b", second, base=folder / "base")
     zoo.save_adapters(folder / "b", second, base=folder / "a")
     loaded = zoo.load(folder / "b")

@@ -92,7 +92,7 @@ def test_exports_are_served_with_equal_logits_tokens_and_stops(family: str, tmp_
     ("options", "message"),
     [
         ({"draft_tokens": (0,)}, r"draft_tokens=\(0,\) must be"),
-        ({"new_tokens": 1}, "new_tokens=1 must be at least 2"),
+        ({"new_tokens": 1}, r"new_tokens=1 .* 2"),
     ],
 )
 def test_wrong_options_are_refused(options: dict, message: str):

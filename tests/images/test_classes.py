@@ -75,9 +75,9 @@ def test_the_models_own_processor_is_taken_and_saved(folder, tmp_path):
 
 
 def test_folders_that_hold_out_nothing_or_a_class_are_refused(folder):
-    with pytest.raises(ValueError, match=r"of 40 pictures 0 are held out, and of the classes \[\]"):
+    with pytest.raises(ValueError, match=r"of 40 pictures 0 .* \[\]"):
         read_folder(folder, 4, model=folder, size=16, held_out=1e-9)
-    with pytest.raises(ValueError, match=r"of the classes \['dark', 'light'\] all are"):
+    with pytest.raises(ValueError, match=r"\['dark', 'light'\] all are"):
         read_folder(folder, 4, model=folder, size=16, held_out=1.0)
     for path in (folder / "dark").iterdir():
         path.unlink()

@@ -148,7 +148,7 @@ def test_folders_that_are_no_classes_are_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="bee has no picture"):
         images.Folder(tmp_path)
     (tmp_path / "stray.png").write_bytes(encoded(pixels()))
-    with pytest.raises(ValueError, match=r"1 pictures are in no class's folder, as stray\.png"):
+    with pytest.raises(ValueError, match=r"1 .* stray\.png"):
         images.Folder(tmp_path)
 
 
@@ -160,7 +160,7 @@ def test_a_column_of_encoded_pictures(tmp_path: Path):
         assert source.classes == ("a", "b")
         assert source.labels.tolist() == [1, 0, 1, 0]
         np.testing.assert_array_equal(source[2]["image"], pixels(2))
-    with pytest.raises(ValueError, match="column has 4 pictures, and labels 3"):
+    with pytest.raises(ValueError, match=r"column has 4 .* 3"):
         images.Encoded(column, [0, 1, 0])
     with pytest.raises(ValueError, match=r"labels=\[0\]: two classes"):
         images.Encoded(column, [0] * 4)

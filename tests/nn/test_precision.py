@@ -243,7 +243,7 @@ def test_what_outputs_are_compared_with_stays_in_fp32():
 
 
 def test_an_entry_that_a_batch_lacks_is_an_error():
-    with pytest.raises(ValueError, match=r"keeps_dtype\('depht'\): the batch has \['depth'\]"):
+    with pytest.raises(ValueError, match=r"keeps_dtype\('depht'\): .* \['depth'\]"):
         dtypes_in_bf16({"depth": np.ones(2, np.float32)}, kept=["depht"])
 
 
@@ -312,11 +312,11 @@ def test_a_package_brings_a_precision_and_a_quantization(tmp_path, monkeypatch):
     entries = "[zoo.precisions]\ndoubled = their_matrices:DOUBLED\n"
     entries += "[zoo.quantizations]\ntheirs = their_matrices\n"
     write_package(tmp_path, "their_matrices", THEIRS, entries)
-    with pytest.raises(ValueError, match=r"precision='doubled': choose one of \[.*'int8'\]"):
+    with pytest.raises(ValueError, match=r"precision='doubled': .* \[.*'int8'\]"):
         precision.compute_dtype("doubled")
     model, batch = drawn_transformer(), token_batch()
     zoo.save(tmp_path / "model", model)
-    with pytest.raises(PublishError, match="quantize='theirs': choose one of int8, int4, nf4, or"):
+    with pytest.raises(PublishError, match=r"quantize='theirs': .* int8, int4, nf4, or"):
         zoo.load(tmp_path / "model", quantize="theirs")
     monkeypatch.syspath_prepend(tmp_path)
     doubled = eqx.tree_at(lambda m: m.blocks, model, jax.tree.map(lambda x: 2 * x, model.blocks))

@@ -891,7 +891,7 @@ def test_command_refuses_indivisible_batches(monkeypatch):
     config = command.Config(
         model="small", target="cpu:8", mesh="fsdp=8", accumulate=2, batch_size=24
     )
-    with pytest.raises(ValueError, match="batch_size=24 is not divisible by 16,"):
+    with pytest.raises(ValueError, match=r"batch_size=24 .* 16"):
         command.main(config)
 
 

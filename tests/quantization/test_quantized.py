@@ -206,12 +206,12 @@ def test_groups_are_divisors_and_8_bits_where_there_are_none():
 
 
 def test_what_cannot_be_quantised_is_named():
-    with pytest.raises(ValueError, match="group_size=4: must be at least 8"):
+    with pytest.raises(ValueError, match=r"group_size=4: .* 8"):
         quantize(jnp.zeros((8, 8)), ("embed", "mlp"), "int4", 4)
     zeros = quantize(jnp.zeros((16, 4)), ("embed", "mlp"), "int4", 8)
     assert zeros.scales.shape == (2, 4)
     assert not zeros.value().any()
-    with pytest.raises(PublishError, match="quantize='int3': choose one of int8, int4, nf4"):
+    with pytest.raises(PublishError, match=r"quantize='int3': .* int8, int4, nf4"):
         Options(quantize="int3")
 
 
@@ -266,7 +266,7 @@ def test_a_mesh_that_cuts_groups_is_refused(folder):
     model = zoo.load(folder)
     wq = quantize(jnp.ones((2, 96, 4, 16)), names, "int4", 32)
     model = eqx.tree_at(lambda m: m.blocks.attention.wq, model, wq)
-    with pytest.raises(sharding.ShardingError, match=r"wq\.scales of shape .*3 is not divisible"):
+    with pytest.raises(sharding.ShardingError, match=r"wq\.scales of shape .*3"):
         sharding.shardings(model, zoo.make_mesh("fsdp=2"))
 
 

@@ -305,7 +305,7 @@ def test_mistakes_of_callbacks_are_named(callback, error, message, tmp_path):
 
 
 def test_misspelt_moments_are_refused():
-    with pytest.raises(TypeError, match=r"Odd\.on_evalution is never called: .*'on_evaluation'"):
+    with pytest.raises(TypeError, match=r"Odd\.on_evalution .*'on_evaluation'"):
         type("Odd", (callbacks.Callback,), {"on_evalution": lambda *_: None})
 
 
@@ -617,12 +617,12 @@ def test_callbacks_take_frozen_parameters_as_they_are(tmp_path, capsys):
 
 
 def test_unfit_decays_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"decay=1\.0: must be in \[0, 1\)"):
+    with pytest.raises(ValueError, match=r"decay=1\.0: .* \[0, 1\)"):
         callbacks.Average(1.0)
-    with pytest.raises(ValueError, match=r"decay=-0\.1: must be in \[0, 1\)"):
+    with pytest.raises(ValueError, match=r"decay=-0\.1: .* \[0, 1\)"):
         callbacks.Average(-0.1)
     callbacks.Average(0.0)
-    with pytest.raises(ValueError, match=r"average=1\.5: must be in \[0, 1\)"):
+    with pytest.raises(ValueError, match=r"average=1\.5: .* \[0, 1\)"):
         config(tmp_path, average=1.5)
     with pytest.raises(ValueError, match="keep_best='average/eval_loss': needs --average"):
         config(tmp_path, keep_best="average/eval_loss")

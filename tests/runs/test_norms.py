@@ -114,9 +114,9 @@ def test_resumed_norms_are_those_of_an_unbroken_run(tmp_path: Path):
 
 
 def test_norms_of_no_step_are_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"Norms\(every=0\): must be at least 1"):
+    with pytest.raises(ValueError, match=r"Norms\(every=0\): .* 1"):
         callbacks.Norms(every=0)
-    with pytest.raises(ValueError, match="norms_every=-1: must be at least 0"):
+    with pytest.raises(ValueError, match=r"norms_every=-1: .* 0"):
         config(tmp_path, norms_every=-1)
     with pytest.raises(ValueError, match=r"norms_every=3: .* multiple of log_every=2"):
         fit(config(tmp_path, norms_every=3, log_every=2))

@@ -635,9 +635,9 @@ def test_an_address_is_a_text_in_the_configuration(tmp_path):
     local = Run(config(tmp_path, run_dir=str(tmp_path / "run"), work_dir=None))
     assert local.config.run_dir == local.folder == tmp_path / "run"
     assert local.address == str(tmp_path / "run")
-    with pytest.raises(ValueError, match="work_dir='w': it is for a run at an address, and run_d"):
+    with pytest.raises(ValueError, match=r"work_dir='w': .* run_d"):
         config(tmp_path, run_dir="run", work_dir=Path("w"))
-    with pytest.raises(ValueError, match="run_dir='hf://a/b': a run can be in a local folder"):
+    with pytest.raises(ValueError, match="run_dir='hf://a/b':"):
         config(tmp_path, run_dir="hf://a/b")
 
 

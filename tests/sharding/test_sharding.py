@@ -81,7 +81,7 @@ def test_make_mesh():
 
 def test_make_mesh_of_given_devices():
     assert list(make_mesh("data=-1", jax.devices()[2:5]).devices.flat) == jax.devices()[2:5]
-    with pytest.raises(ShardingError, match="'data=4' needs 4 devices, and there are 3"):
+    with pytest.raises(ShardingError, match=r"'data=4' needs 4 .* 3"):
         make_mesh("data=4", jax.devices()[:3])
 
 
@@ -158,10 +158,10 @@ class Unknown(eqx.Module):
     ("tree", "message"),
     [
         (Unknown(jnp.zeros((8, 8))), "table: the logical axis 'colour' is not in the .* rules"),
-        ({"a": part((8, 3))}, r"a\.weight of shape \(8, 3\): the size 3 .* tensor=2 of the mesh"),
+        ({"a": part((8, 3))}, r"a\.weight of shape \(8, 3\): the size 3 .* tensor=2"),
         (
             eqx.tree_at(lambda p: p.weight, part(), jnp.zeros(8)),
-            r"weight has the shape \(8,\), of lower rank than its axes \('embed', 'mlp'\)",
+            r"weight .* \(8,\), .* \('embed', 'mlp'\)",
         ),
     ],
     ids=["unknown axis", "does not divide", "lower rank"],
@@ -211,7 +211,7 @@ def test_unknown_axes_are_not_matrix_dimensions():
 
 def test_unknown_axis_kinds_are_refused(monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as it is for users
-    with pytest.raises(ShardingError, match=r"kind='stck': choose one of .*'stack'"):
+    with pytest.raises(ShardingError, match=r"kind='stck': .*'stack'"):
         sharding.Axis(None, "stck")
 
 
@@ -248,7 +248,7 @@ def test_weight_decay_uses_the_step_rules():
 
 
 def test_stacked_axis_must_be_a_stack():
-    with pytest.raises(ShardingError, match=r"part.weight: stacked_axis='embed' is of the kind 'd"):
+    with pytest.raises(ShardingError, match=r"part.weight: stacked_axis='embed' .* 'd"):
         logical_axes(Stacked(part((2, 8, 4)), "embed"))
 
 
@@ -270,7 +270,7 @@ def test_the_placement_table_adds_up():
 
 def test_rules_for_unknown_mesh_axes_are_refused():
     for axes in ("tensro", ("fsdp", "tensro")):
-        with pytest.raises(ShardingError, match=r"rule 'experts': .* no mesh has an axis 'tensro'"):
+        with pytest.raises(ShardingError, match=r"rule 'experts': .* 'tensro'"):
             zoo.Layout(rules={**sharding.RULES, "experts": axes})
 
 
@@ -498,7 +498,7 @@ def test_partial_slice_meshes_are_refused(monkeypatch):
         raise AssertionError("jax_devices=[TpuDevice(id=0, …")
 
     monkeypatch.setattr("jax.experimental.mesh_utils.create_device_mesh", create)
-    with pytest.raises(ShardingError, match="mesh 'fsdp=7' has 7 of the 8 devices, which are no"):
+    with pytest.raises(ShardingError, match="mesh 'fsdp=7' has 7 of the 8"):
         make_mesh("fsdp=7")
 
 

@@ -556,7 +556,7 @@ def test_a_date_in_chats_is_that_of_the_first_start(chat_run, monkeypatch):
 
 
 def test_one_chat_is_too_few(chat_run):
-    with pytest.raises(ValueError, match=r"'chats.jsonl' .* 1 different rows of chats"):
+    with pytest.raises(ValueError, match=r"'chats.jsonl' .* 1"):
         chat_run("{% for m in messages %}{{ m.content }}{% endfor %}", CHAT)
     with pytest.raises(ValueError, match="1 different rows of chats: two are needed"):
         chat_run("{% for m in messages %}{{ m.content }}{% endfor %}", CHAT, CHAT)
@@ -644,12 +644,12 @@ def test_bad_sequences_are_reported(proteins, tune, tmp_path):
 
 
 def test_tags_need_their_field():
-    with pytest.raises(ValueError, match=r"data.format='tags': give the field of the tags as --l"):
+    with pytest.raises(ValueError, match=r"data.format='tags': .* --l"):
         finetuning.Config(run_dir="x", steps=1, data=finetuning.Data(format="tags"))
 
 
 def test_packed_pairs_are_refused():
-    with pytest.raises(ValueError, match=r"data.rows='packed': 'preferences' have rows of"):
+    with pytest.raises(ValueError, match=r"data.rows='packed': 'preferences'"):
         finetuning.Data(format="preferences", rows="packed")
     config = finetuning.Config(run_dir="x", steps=1)
     assert config.completed({}).data.rows == "packed"
@@ -657,7 +657,7 @@ def test_packed_pairs_are_refused():
     assert pairs.data.rows == "bucketed"
     jaxtyping.config.update("jaxtyping_disable", True)  # of types that are beside the point
     try:
-        with pytest.raises(ValueError, match=r"data.format='preferences': the next token is no pr"):
+        with pytest.raises(ValueError, match=r"data.format='preferences':"):
             finetuning.train(SimpleNamespace(config=pairs), None, None)
     finally:
         jaxtyping.config.update("jaxtyping_disable", False)
@@ -666,7 +666,7 @@ def test_packed_pairs_are_refused():
 def test_bases_with_adapters_are_not_quantised(tune, shared, tmp_path):
     adapted = zoo.lora.adapt(zoo.load(shared / "base"), zoo.lora.Config(), key=jax.random.key(0))
     zoo.save_adapters(tmp_path / "adapters", adapted, base=shared / "base")
-    with pytest.raises(ValueError, match=r"base='int8': .*adapters has adapters, and merged with"):
+    with pytest.raises(ValueError, match=r"base='int8': .*adapters"):
         tune(f"--model={tmp_path / 'adapters'}", "--base=int8")
 
 
@@ -677,14 +677,14 @@ def test_mismatched_models_and_tokenizers_are_refused(tune, tmp_path):
     zoo.save(tmp_path / "small", model)
     with pytest.raises(ValueError, match=r"257 ids, and .*small a vocab_size of 64"):
         tune(f"--model={tmp_path / 'small'}")
-    with pytest.raises(ValueError, match=r"has no tokenizer.json: name one by --data.tokenizer"):
+    with pytest.raises(ValueError, match=r"has no tokenizer.json: .* --data.tokenizer"):
         tune(f"--model={tmp_path / 'small'}", "--data.tokenizer=")
-    with pytest.raises(ValueError, match=r"model='mlp-digits' is a MLP that reads no tokens"):
+    with pytest.raises(ValueError, match="model='mlp-digits' is a MLP"):
         tune("--model=mlp-digits")
     (tmp_path / "unfinished" / "checkpoints").mkdir(parents=True)
     with pytest.raises(PublishError, match="is a run that has not finished"):
         tune(f"--model={tmp_path / 'unfinished'}")
-    with pytest.raises(ValueError, match=r"^lora.rank=4: method='full' has no adapters"):
+    with pytest.raises(ValueError, match=r"^lora.rank=4: method='full'"):
         finetuning.Config(run_dir=tmp_path, steps=1, lora=zoo.lora.Config(rank=4))
     with pytest.raises(ValueError, match="trains nothing but adapters"):
         finetuning.Config(run_dir=tmp_path, steps=1, method="lora", freeze=("head.*",))

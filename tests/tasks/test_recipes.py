@@ -467,11 +467,11 @@ def test_unsampleable_models_are_refused_before_training(case, train, tmp_path, 
     ("recipe", "fields", "message"),
     [
         (lm, {"router_z": 0.1}, r"router_z=0.1: .* set model\.experts\.num_experts"),
-        (lm, {"sample_tokens": -1}, "sample_tokens=-1: must not be negative"),
-        (lm, {"sample_every": 0}, "sample_every=0: must be at least 1"),
+        (lm, {"sample_tokens": -1}, "sample_tokens=-1:"),
+        (lm, {"sample_every": 0}, r"sample_every=0: .* 1"),
         (finetune, {"label": "kind", "sample_every": 5}, "sample_every=5: a classifier"),
-        (generate, {"seed": 2**32}, "seed=4294967296: must be in 0 to 4294967295"),
-        (generate, {"num_beams": 0}, "num_beams=0: must be at least 1"),
+        (generate, {"seed": 2**32}, r"seed=4294967296: .* 0 to 4294967295"),
+        (generate, {"num_beams": 0}, r"num_beams=0: .* 1"),
     ],
 )
 def test_fields_out_of_range_are_named(recipe, fields, message):

@@ -177,7 +177,7 @@ def test_a_loss_says_what_its_entries_may_be():
     _, sums = evaluate(model, batch)
     assert np.isfinite(float(sums["loss"]))
     batch["labels"][5] = 0
-    with pytest.raises(ValueError, match=r"labels\[5\] is 0, and the loss accepts range\(1, 3\)"):
+    with pytest.raises(ValueError, match=r"labels\[5\] is 0, .* range\(1, 3\)"):
         evaluate(model, batch)
 
 
@@ -373,7 +373,7 @@ def test_clipping_is_said_once(clip_norm: Any, factor: float, said: bool, caplog
 
 
 def test_a_run_clips_nothing_if_told_so(tmp_path: Any):
-    with pytest.raises(ValueError, match=r"clip_norm=0\.0: must be positive, or None"):
+    with pytest.raises(ValueError, match=r"clip_norm=0\.0:"):
         Config(run_dir=tmp_path, steps=1, clip_norm=0.0)
     assert Config(run_dir=tmp_path, steps=1, clip_norm=None).clip_norm is None
     assert Config(run_dir=tmp_path, steps=1).clip_norm == 1.0

@@ -353,13 +353,13 @@ def test_default_hyperparameters_are_frozen():
     ("options", "message"),
     [
         ({"learning_rate": -1.0}, "optimizer.learning_rate=-1.0"),
-        ({"decay_fraction": 1.5}, r"optimizer.decay_fraction=1.5: must be in \[0, 1\]"),
-        ({"parametrization": "mup"}, "optimizer.base_width=None: 'mup' needs the width"),
+        ({"decay_fraction": 1.5}, r"optimizer.decay_fraction=1.5: .* \[0, 1\]"),
+        ({"parametrization": "mup"}, r"optimizer.base_width=None: 'mup'"),
         ({"base_width": 64}, "'standard' and optimizer.base_width=64: .* 'standard' takes none"),
-        ({"parametrization": "mup", "base_width": 0}, "optimizer.base_width=0: must be positive"),
-        ({"learning_rate": np.nan}, "optimizer.learning_rate=nan: must be a finite number"),
+        ({"parametrization": "mup", "base_width": 0}, r"optimizer.base_width=0:"),
+        ({"learning_rate": np.nan}, r"optimizer.learning_rate=nan:"),
         ({"name": "adafactor", "moment_dtype": "bf16"}, "optimizer.moment_dtype='bf16': adafactor"),
-        ({"beta1": 1.0}, r"optimizer.beta1=1.0: must be in \[0, 1\)"),
+        ({"beta1": 1.0}, r"optimizer.beta1=1.0: .* \[0, 1\)"),
     ],
 )
 def test_out_of_range_fields_are_named(options: dict, message: str):

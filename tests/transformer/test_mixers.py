@@ -327,8 +327,8 @@ def test_flops_are_those_of_each_kind_of_layer():
         ({"mixer.recurrence.num_heads": 2}, r"mixer\.recurrence\.num_heads=2.*'attention'"),
         ({**hybrid("mlstm"), "mixer.recurrence.taps": 3}, r"mixer\.recurrence\.taps=3.*'mlstm'"),
         ({**hybrid(), "mixer.recurrence.num_heads": 0}, r"mixer\.recurrence\.num_heads=0"),
-        ({**hybrid(), "mixer.recurrence.num_heads": 5}, "num_heads=5 does not divide d_model=32"),
-        ({**hybrid(), "mixer.recurrence.num_key_heads": 3}, "num_key_heads=3 does not divide"),
+        ({**hybrid(), "mixer.recurrence.num_heads": 5}, r"num_heads=5 .* d_model=32"),
+        ({**hybrid(), "mixer.recurrence.num_key_heads": 3}, "num_key_heads=3"),
         ({"mixer.pattern": ("mlstm",), "remat": "save:query"}, "remat='save:query'"),
         ({"mixer.norm_placement": "pre"}, "mixer.norm_placement='pre'.*'attention'"),
         (

@@ -380,7 +380,7 @@ def test_rows_are_exchanged_where_the_compiler_can(kind: str, calls: int, monkey
         jax.eval_shape(lambda x: made(x, all_BT)[0], x_BTE)
         assert len(seen) == calls
         if not calls:
-            with pytest.raises(ValueError, match=r"'all_to_all': the compiler for TPU v5 lite has"):
+            with pytest.raises(ValueError, match=r"'all_to_all': .* TPU v5 lite has"):
                 jax.eval_shape(lambda x: layer(dispatch="all_to_all")(x, all_BT)[0], x_BTE)
 
 

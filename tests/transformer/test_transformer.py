@@ -334,10 +334,10 @@ def test_invalid_rope_scaling_names_the_field():
         RopeScaling(8.0, ramp="yarn")
     with pytest.raises(ValueError, match=r"short_factors=\(2\.0,\) and factor=8\.0"):
         RopeScaling(8.0, short_factors=(2.0,), long_factors=(3.0,), original_max_seq_len=4)
-    with pytest.raises(ValueError, match=r"long_factors=\(\): give as many"):
+    with pytest.raises(ValueError, match=r"long_factors=\(\):"):
         RopeScaling(short_factors=(2.0,), original_max_seq_len=4)
     scaling = RopeScaling(short_factors=(2.0,), long_factors=(3.0,), original_max_seq_len=4)
-    with pytest.raises(ValueError, match="short_factors has 1 numbers, and a head 4 pairs"):
+    with pytest.raises(ValueError, match=r"short_factors has 1 .* 4 pairs"):
         small_config(**{"positions.scaling": scaling, "attention.head_dim": 8})
 
 
