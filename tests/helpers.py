@@ -1,10 +1,7 @@
 """What several tests share: the families at their smallest, and comparisons of trees."""
 
 import dataclasses
-import importlib.util
 import itertools
-import json
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,14 +12,11 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 import optax
-import pytest
 from jax.extend import core
-from tokenizers import processors
 
 import zoo
 from zoo import losses, mlp, rnn, sharding, transformer
 from zoo.common import configuration
-from zoo.data.tokenizer import BPETokenizer
 from zoo.nn.attention.context_parallel import on_each_device
 from zoo.nn.attention.masks import Mask
 from zoo.nn.attention.splash import Splash
@@ -280,28 +274,6 @@ def assert_same(actual: Any, expected: Any) -> None:
     assert eqx.tree_equal(*jax.device_get((actual, expected)))
 
 
-class FetchedSizes:
-    """Watches what a save fetches from the devices by the `gathered` that a module calls."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: Any):
-        self.count = self.largest = self.most_at_once = self._alive = 0
-        fetch = module.gathered
-
-        def gathered(array: jax.Array, index: Any) -> np.ndarray:
-            fetched = np.array(fetch(array, index))
-            self.count += 1
-            self.largest = max(self.largest, fetched.nbytes)
-            self._alive += fetched.nbytes
-            self.most_at_once = max(self.most_at_once, self._alive)
-            weakref.finalize(fetched, self._free, fetched.nbytes)
-            return fetched
-
-        monkeypatch.setattr(module, "gathered", gathered)
-
-    def _free(self, size: int) -> None:
-        self._alive -= size
-
-
 def covering(*axes: Sequence[Any], strength: int = 2) -> list[tuple]:
     """Few cases, always the same, with each combination of values of any `strength` of the axes.
 
@@ -400,63 +372,9 @@ def _is_jaxpr(x: Any) -> bool:
     return isinstance(x, core.Jaxpr | core.ClosedJaxpr)
 
 
-SPECIAL = ("<bos>", "<eos>", "<eot>", "<pad>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
-
-
 def bytes_read() -> int:
     """The bytes that this process has read from files and pipes so far."""
     return int(Path("/proc/self/io").read_text().split()[1])
-
-
-def flip_bit(path, at=None, bit=2):
-    """Change a bit of a file, in its midst unless a place is given."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2 if at is None else at] ^= 1 << bit
-    path.write_bytes(content)
-
-
-def write_tokenizer(folder, *, begins=True, config=(), template=None, **beside):
-    """A folder like a published model's: byte pairs, special tokens, and JSON files beside them.
-
-    Returns the ids of the special tokens by their names.
-    """
-    inner = BPETokenizer.train(["some text to train on, 12 times"] * 9, 300).tokenizer
-    inner.add_special_tokens(list(SPECIAL[:-2]))
-    inner.add_tokens(list(SPECIAL[-2:]))  # no special ones, as Qwen's
-    ids = {token: inner.token_to_id(token) for token in SPECIAL}
-    if begins:  # as Llama's
-        first = processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", ids["<bos>"])])
-        blanks = processors.ByteLevel(trim_offsets=True)
-        inner.post_processor = processors.Sequence([blanks, first])
-    folder.mkdir(parents=True, exist_ok=True)
-    inner.save(str(folder / "tokenizer.json"))
-    end = {"__type": "AddedToken", "content": "<eot>", "special": True}
-    names = {"bos_token": "<bos>", "eos_token": end, "pad_token": "<pad>"}
-    names["tokenizer_class"] = "PreTrainedTokenizerFast"
-    beside = {"tokenizer_config": {**names, **dict(config)}, **beside}
-    for name, content in beside.items():
-        (folder / f"{name}.json").write_text(json.dumps(content))
-    if template is not None:
-        (folder / "chat_template.jinja").write_text(template)
-    return ids
-
-
-def write_esm(folder: Path) -> None:
-    """A folder like one of ESM-2's, of random weights and small: the example project's."""
-    path = Path(__file__).parents[1] / "docs" / "examples" / "proteins" / "proteins.py"
-    spec: Any = importlib.util.spec_from_file_location("proteins", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.write_base(folder)
-
-
-def write_package(folder, module, program, entries):
-    """Install a package of one module, of that program, with these entry points, into a folder."""
-    (folder / f"{module}.py").write_text(program)
-    installed = folder / f"{module}-1.0.dist-info"
-    installed.mkdir()
-    (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
-    (installed / "entry_points.txt").write_text(entries)
 
 
 def flash(

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import as_subclass, drawn_transformer, with_loud_mlp, write_package
+from helpers import as_subclass, drawn_transformer, with_loud_mlp
 from jaxtyping import Array, Float
+from model_folders import write_package
 
 import zoo
 from zoo import __main__ as main

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import arrays, assert_trees_close, drawn_transformer, one_step, write_tokenizer
+from helpers import arrays, assert_trees_close, drawn_transformer, one_step
 from jaxtyping import Array
+from model_folders import write_tokenizer
 from prepared_parts import corpus_of, rows_in
 
 import zoo

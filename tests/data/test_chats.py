@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from helpers import write_tokenizer
+from model_folders import write_tokenizer
 from prepared_parts import corpus_of, rows_in
 
 from zoo.data.chats import ChatTemplate, with_chat_template

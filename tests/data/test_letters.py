@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from helpers import write_esm
+from model_folders import write_esm
 
 from zoo.data.tokenizer import has_tokenizer, load_tokenizer
 

@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from helpers import flip_bit, write_tokenizer
+from model_folders import flip_bit, write_tokenizer
 from prepared_parts import corpus_of, rows_in
 from test_tokenizer import KINDS
 

@@ -2,7 +2,7 @@ import json
 
 import numpy as np
 import pytest
-from helpers import write_esm
+from model_folders import write_esm
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import models, pre_tokenizers
 

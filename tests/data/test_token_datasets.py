@@ -5,7 +5,7 @@ import itertools
 
 import numpy as np
 import pytest
-from helpers import flip_bit
+from model_folders import flip_bit
 from prepared_parts import LENGTHS, SEPARATOR, VOCAB, make_parts
 
 from zoo.alignment.pairs import PairDataset

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from helpers import write_tokenizer
+from model_folders import write_tokenizer
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 

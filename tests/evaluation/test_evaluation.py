@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import socket
 import sqlite3
 import sys
 import time
@@ -21,7 +20,9 @@ import tokenizers
 import yaml
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
+from model_folders import write_tokenizer
 from recipe_cases import Program, finish, wait_for
+from stores import free_port
 
 import zoo
 from zoo import __main__ as main
@@ -245,7 +246,7 @@ TEMPLATE = (
 
 
 def test_chats_are_written_by_the_template(model, tmp_path, monkeypatch):
-    ids = helpers.write_tokenizer(tmp_path, template=TEMPLATE)
+    ids = write_tokenizer(tmp_path, template=TEMPLATE)
     tokenizer = load_tokenizer(tmp_path)
     lm = ZooLM(model, tokenizer)
     given = lambda _, stops, **options: iter([{0: " ".join(stops)}])
@@ -265,7 +266,7 @@ def test_chats_are_written_by_the_template(model, tmp_path, monkeypatch):
     assert continued == "<bos>user: text<eot>assistant: some"
     assert (lm.chat_template(True), lm.chat_template(False)) == (TEMPLATE, None)
     other = tmp_path / "other"
-    helpers.write_tokenizer(other, template=TEMPLATE + " ")
+    write_tokenizer(other, template=TEMPLATE + " ")
     assert lm.tokenizer_name == ZooLM(model, load_tokenizer(tmp_path)).tokenizer_name
     assert lm.tokenizer_name != ZooLM(model, load_tokenizer(other)).tokenizer_name
     with pytest.raises(ValueError, match=r"apply_chat_template='tools': .* give True"):
@@ -274,7 +275,7 @@ def test_chats_are_written_by_the_template(model, tmp_path, monkeypatch):
 
 def test_names_of_special_tokens_are_tokens_after_the_begin(model, tmp_path):
     """lm-eval's own models tokenize rendered chats so; see `tokenizers` itself for the ids."""
-    ids = helpers.write_tokenizer(tmp_path)
+    ids = write_tokenizer(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     plain = library.encode("user\nsome<|im_end|>", add_special_tokens=False).ids
@@ -520,9 +521,7 @@ def test_two_processes_get_the_results_of_one_and_resume(folder, many, tmp_path)
     flags = [folder, *many, "--mesh=data=2,fsdp=2", "--distributed", f"--out={out}"]
 
     def both() -> list[Program]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{free.getsockname()[1]}"
+        address = f"127.0.0.1:{free_port()}"
         joined = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
         return [start(*flags, devices=2, **joined, JAX_PROCESS_ID=str(i)) for i in range(2)]
 

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from helpers import FetchedSizes, arrays, as_subclass, assert_same, drawn_transformer, with_loud_mlp
+from helpers import arrays, as_subclass, assert_same, drawn_transformer, with_loud_mlp
+from model_folders import FetchedSizes
 from test_hf import CASES, GOLDEN, tensors
 
 import zoo

@@ -17,9 +17,9 @@ from helpers import (
     equations,
     token_batch,
     value_and_gradients,
-    write_package,
 )
 from jaxtyping import Array
+from model_folders import write_package
 
 import zoo
 from zoo import ensemble, losses

@@ -14,7 +14,8 @@ import numpy as np
 import optax
 import pytest
 import test_loop
-from helpers import drawn_transformer, flip_bit, low, only_norms, parameters
+from helpers import drawn_transformer, low, only_norms, parameters
+from model_folders import flip_bit
 from test_loop import (
     HELD_OUT,
     Bigram,

@@ -5,7 +5,6 @@ import logging
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -19,8 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import xla
-from helpers import bytes_read, flip_bit
+from helpers import bytes_read
 from jax.sharding import NamedSharding, PartitionSpec
+from model_folders import flip_bit
+from stores import free_port
 
 from zoo.common import checksums, files
 from zoo.runs import checkpoint, stored_arrays
@@ -534,9 +535,7 @@ checkpointer.close()
 
 def outputs_of_two(program: str, folder: Path, devices: int = 1) -> list[str]:
     """What two processes print that run a program, each with its number, a port and a folder."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     environment = {**os.environ, "XLA_FLAGS": xla.flags(devices)}
     command = [sys.executable, "-c", program]
     processes = [

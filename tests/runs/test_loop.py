@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import flip_bit
 from jaxtyping import Array, Float
+from model_folders import flip_bit
 
 import zoo
 import zoo.runs.loop

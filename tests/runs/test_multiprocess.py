@@ -2,7 +2,6 @@
 
 import json
 import signal
-import socket
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from recipe_cases import (
     shared,
     wait_for,
 )
+from stores import free_port
 
 import zoo
 from zoo.data.prepared.prepare import prepare
@@ -42,9 +42,7 @@ MESHES = {"data=2,fsdp=2": (*BEST, "--sample-every=6"), "fsdp=2,context=2": MASK
 
 def start_processes(recipe: Recipe, run_dir, *flags, own=((), ()), devices=2) -> list[Program]:
     """Processes of one run, each with flags of its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     return [
         recipe.start(
             run_dir,
@@ -203,9 +201,7 @@ def test_two_processes_load_and_save_what_one_does(tmp_path):
     model = drawn_transformer(num_layers=2, num_heads=8, d_model=32, d_ff=64)
     for format in ("zoo", "hf"):
         zoo.save(tmp_path / format, model, format=format)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     (tmp_path / "program.py").write_text(LOAD_AND_SAVE)
     arguments = [tmp_path / "program.py", address]
     processes = [Program([*arguments, str(i), tmp_path], devices=2) for i in range(2)]

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -19,8 +18,10 @@ import numpy as np
 import pytest
 import tokenizers
 import tyro
-from helpers import arrays, write_esm, write_tokenizer
+from helpers import arrays
+from model_folders import write_esm, write_tokenizer
 from recipe_cases import Recipe, shared
+from stores import free_port
 
 import zoo
 from zoo import finetuning, language, rnn, transformer
@@ -452,9 +453,7 @@ def assert_a_server_answers(folder, tmp_path):
     import openai
 
     command.main(command.Config(model=str(folder), type="f32", out=tmp_path / "chat.gguf"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     options = ["--model", str(tmp_path / "chat.gguf"), "--port", str(port), "--n_threads", "1"]
     environment = os.environ | {"NO_PROXY": "127.0.0.1"}
     with subprocess.Popen(

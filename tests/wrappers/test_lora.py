@@ -27,6 +27,7 @@ from helpers import (
     value_and_gradients,
 )
 from jaxtyping import Array, Float
+from model_folders import flip_bit
 
 import zoo
 from zoo import ensemble, lora, losses, mlp, sharding
@@ -227,9 +228,7 @@ def test_mismatched_adapters_are_refused(saved):
         zoo.load_adapters(folder / "nowhere", drawn_transformer())
     with pytest.raises(ValueError, match="no adapters to save"):
         zoo.save_adapters(folder / "other", zoo.load(folder / "base"), base="base")
-    data = bytearray((folder / "adapters" / "adapter_model.safetensors").read_bytes())
-    data[-1] ^= 1
-    (folder / "adapters" / "adapter_model.safetensors").write_bytes(data)
+    flip_bit(folder / "adapters" / "adapter_model.safetensors", at=-1)
     for load in (zoo.load, lambda path: zoo.load_adapters(path, drawn_transformer())):
         with pytest.raises(PublishError, match="is damaged"):
             load(folder / "adapters")
