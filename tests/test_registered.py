@@ -316,7 +316,7 @@ def test_other_models_are_refused_as_like(tmp_path):
     with pytest.raises(PublishError, match=r"weight: \(8, 16\)"):
         zoo.load(tmp_path / "model", like=small())
     zoo.save(tmp_path / "hf", drawn_transformer(), format="hf")
-    with pytest.raises(PublishError, match=r"like: .* is in Hugging Face's format"):
+    with pytest.raises(PublishError, match=r"like: .* Hugging Face's"):
         zoo.load(tmp_path / "hf", like=drawn_transformer())
 
 
@@ -361,7 +361,7 @@ def test_names_are_of_one_class():
     assert families.FAMILIES["my-project/network"] is again
     with pytest.raises(ValueError, match=r"'mlp' .*mlp\.MLP"):
         zoo.register("mlp")(Network)
-    with pytest.raises(ValueError, match=r"Plain has no field config .* like="):
+    with pytest.raises(ValueError, match=r"Plain has .* config .* like="):
         zoo.register("my-project/plain")(Plain)
 
 
@@ -432,7 +432,7 @@ def test_a_package_brings_a_format_and_a_family(tmp_path, monkeypatch):
     theirs, ours, hub = (tmp_path / name for name in ("theirs", "ours", "hub"))
     with pytest.raises(ValueError, match=r"format='npz': .* \['zoo', 'hf'\]"):
         zoo.save(theirs, small(), format="npz")
-    with pytest.raises(PublishError, match="'their-net' is neither a folder nor on the shelf"):
+    with pytest.raises(PublishError, match=r"'their-net' .* shelf"):
         zoo.load("their-net")
 
     monkeypatch.syspath_prepend(tmp_path)

@@ -160,7 +160,7 @@ def test_the_teacher_is_frozen_and_computes_without_dropout():
 
 def test_another_vocabulary_is_refused():
     model = Taught(table(0), table(1, vocab=VOCAB + 1))
-    with pytest.raises(ValueError, match="the teacher has 65 outputs, and the student 64"):
+    with pytest.raises(ValueError, match=r"teacher has 65 .* student 64"):
         MIXED.beside_teacher(model, BATCH, None)
 
 
@@ -267,7 +267,7 @@ def test_comparison_and_another_teacher(distil, shared, tmp_path, capsys):
     model = transformer.Transformer(zoo.load(teacher).config, key=jax.random.key(5))
     shutil.rmtree(teacher)
     zoo.save(teacher, model, tokenizer=ByteTokenizer())
-    with pytest.raises(RunError, match="--teacher is not the base this run began with"):
+    with pytest.raises(RunError, match=r"--teacher .* base"):
         distil(f"--teacher={teacher}", "--teacher-quantize=int8", "--steps=8")
 
 

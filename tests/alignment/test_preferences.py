@@ -301,7 +301,7 @@ def test_losses_are_those_of_trl(name, make):
 
 def test_a_missing_reference_is_refused(dataset):
     batch, model = jax.tree.map(jnp.asarray, dataset.batch(0)), model_of()
-    with pytest.raises(ValueError, match="no 'reference': make the log-probabilities"):
+    with pytest.raises(ValueError, match="no 'reference':"):
         eqx.filter_eval_shape(preferences.dpo(), model, batch, None)
     with pytest.raises(ValueError, match="the model has none: adapt it"):
         eqx.filter_eval_shape(preferences.dpo(reference="base"), model, batch, None)

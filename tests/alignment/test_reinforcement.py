@@ -245,7 +245,7 @@ def test_puzzles_are_there_without_files(folder, tmp_path):
     assert {"pass@1", "pass@2", "pass@1_interval", "eval_answer_tokens_interval"} <= found.keys()
     [line] = [line for line in metrics(tmp_path / "run") if "loss" in line]
     assert {"reward/sum", "reward/countdown", "reward/brackets"} & line.keys()
-    with pytest.raises(ValueError, match=r"reward='': name a function"):
+    with pytest.raises(ValueError, match="reward='':"):
         train(folder, tmp_path / "none", "")
 
 

@@ -106,7 +106,7 @@ class Small:
 def test_numpy_and_integer_values_are_accepted():
     configuration.check(Small(np.int64(8), (1, np.float32(2)), np.float64(3)))
     for value in (np.float32(math.nan), math.inf, 10**400):
-        with pytest.raises(ValueError, match=r"scale=.*: must be a finite number or None"):
+        with pytest.raises(ValueError, match=r"scale=.*: .* finite .* None"):
             configuration.check(Small(8, (), value))
 
 

@@ -122,7 +122,7 @@ def test_files_are_copied_there_and_back(store: Store, tmp_path: Path):
     found = store.get(tmp_path / "there", {"a": WHOLE, "b/c": WHOLE, "none": {}}, "p/")
     assert found == {"none": "is missing"}
     assert (tmp_path / "there/b/c").read_text() == "abc"
-    with pytest.raises(AddressError, match="p/a has 3 bytes instead of 4"):
+    with pytest.raises(AddressError, match=r"p/a has 3 .* 4"):
         store.put(tmp_path / "here", {"a": {"bytes": 4}}, "p/")
 
 

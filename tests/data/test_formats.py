@@ -378,7 +378,7 @@ def test_lines_of_later_pieces_are_counted_from_them(tmp_path):
     begin = path.stat().st_size * 2 // 4
     assert f"{path}, line 3 after byte 76: no text in field" in error_of(path, shard_bytes=40)
     array = write(path, b"[\n" + b'{"text": "x"},\n' * 20 + b"]")
-    with pytest.raises(ValueError, match="is a JSON array, and needs an object per line"):
+    with pytest.raises(ValueError, match=r"JSON array, .* object per line"):
         list(formats.read_jsonl(Piece(str(array), "a", array.stat().st_size, begin, begin + 50)))
 
 

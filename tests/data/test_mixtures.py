@@ -311,7 +311,7 @@ def test_no_source_trains_on_what_another_holds_out(tmp_path, caplog):
         assert (said in caplog.text) == (number > 1)
         caplog.clear()
     (tmp_path / "none").mkdir()
-    with pytest.raises(ValueError, match="'one' has no document to train on that no other source"):
+    with pytest.raises(ValueError, match=r"'one' .* document"):
         load(tmp_path / "none", f"one={tmp_path}/few/0.txt,two={tmp_path}/few/0.txt")
 
 

@@ -75,7 +75,7 @@ def test_invalid_buckets_are_refused(buckets):
 
 def test_a_way_with_long_documents_that_there_is_not(tmp_path):
     (part, _), _ = make_parts(tmp_path / "framed")
-    with pytest.raises(ValueError, match="too_long='drop': choose 'error', 'truncate'"):
+    with pytest.raises(ValueError, match=r"too_long='drop': .*'error', 'truncate'"):
         next(packing.cut_documents(part, 8, "drop", 1, "", []))
 
 

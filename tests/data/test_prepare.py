@@ -238,9 +238,9 @@ def test_files_that_change_between_kills_are_read_again(
 def test_another_configuration_is_refused(tmp_path: Path, data: str):
     prepare.prepare(data, tmp_path / "out", **SMALL)
     before = content(tmp_path / "out")
-    with pytest.raises(ValueError, match=r"held_out is 0.05 there and 0.1 here; give another"):
+    with pytest.raises(ValueError, match=r"held_out is 0.05 .* 0.1 here"):
         prepare.prepare(data, tmp_path / "out", held_out=0.1, **SMALL)
-    with pytest.raises(ValueError, match=r"tokenizer is 'bytes' there and 'bpe' here; vocab_size"):
+    with pytest.raises(ValueError, match=r"tokenizer is 'bytes' .* 'bpe' here; vocab_size"):
         prepare.prepare(data, tmp_path / "out", tokenizer="bpe", **SMALL)
     with pytest.raises(ValueError, match=r"\(0.jsonl, 1.jsonl, 2.jsonl\)"):
         prepare.prepare(data, tmp_path / "text", **SMALL)
@@ -258,13 +258,13 @@ def test_another_configuration_is_refused(tmp_path: Path, data: str):
             prepare.prepare(data, tmp_path / "out", **{**SMALL, **wrong})
     assert content(tmp_path / "out") == before
     (tmp_path / "out" / "tokenizer" / "tokenizer.json").write_text("{}")
-    with pytest.raises(DamagedError, match="is not the tokenizer that the manifest names"):
+    with pytest.raises(DamagedError, match=r"not the tokenizer .* manifest"):
         prepare.prepare(data, tmp_path / "out", **SMALL)
     edited = before["manifest.json"].replace(b'"duplicates": ', b'"duplicates": 1')
     (tmp_path / "out" / "manifest.json").write_bytes(edited)
     with pytest.raises(DamagedError, match=r"manifest\.json is damaged"):
         read_manifest(tmp_path / "out")
-    with pytest.raises(FileNotFoundError, match=r"no prepared corpus: it has no manifest\.json"):
+    with pytest.raises(FileNotFoundError, match=r"no manifest\.json"):
         read_manifest(tmp_path / "text")
 
 
@@ -277,9 +277,7 @@ def test_neither_part_is_empty(tmp_path: Path):
         )
         assert [manifest.total(p).documents for p in ("held_out", "train")] == expected
     file.write_text('{"text": "a"}\n' * 3)
-    with pytest.raises(
-        ValueError, match="the only document has 1 characters: too few to hold any out"
-    ):
+    with pytest.raises(ValueError, match="1 characters:"):
         prepare.prepare(str(file), tmp_path / "one", workers=1)
 
 
@@ -440,7 +438,7 @@ def test_an_address_gets_the_same_files(tmp_path: Path, data: str, monkeypatch):
         assert (address / name).read_bytes() == wanted
     assert not list((tmp_path / "cache").iterdir())
     assert prepare.prepare(data, str(address), **SMALL) == read_manifest(tmp_path / "out")
-    with pytest.raises(ValueError, match="field is 'text' there and 'x' here"):
+    with pytest.raises(ValueError, match=r"field is 'text' .* 'x' here"):
         prepare.prepare(data, str(address), field="x", **SMALL)
     (address / "manifest.json").unlink()  # as another machine leaves it that was killed
     assert prepare.prepare(data, str(address), **SMALL) == read_manifest(address)

@@ -105,7 +105,7 @@ def test_rows_of_tags_become_batches(tmp_path):
 def test_rows_of_one_tag_or_without_a_column_are_refused(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"words": ["a"], "ner": ["O"]}))
-    with pytest.raises(ValueError, match=r"the tags are \['O'\]: there must be 2 to 255"):
+    with pytest.raises(ValueError, match=r"tags are \['O'\]: .* 2 to 255"):
         rows.tags_in(str(path), {"text": "words", "tags": "ner"})
     with pytest.raises(ValueError, match=r"line 1: data.format='tags'"):
         rows.tags_in(str(path), {"text": "words", "tags": "pos"})

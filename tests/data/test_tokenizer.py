@@ -354,7 +354,7 @@ def test_ends_that_are_no_ids_are_refused(end, tmp_path):
 def test_damaged_files_beside_a_tokenizer_are_refused(tmp_path):
     write_tokenizer(tmp_path, config={})
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"tokenizer_config.json beside it is no JSON"):
+    with pytest.raises(ValueError, match=r"tokenizer_config.json .* JSON"):
         tok.load_tokenizer(tmp_path)
 
 

@@ -182,7 +182,7 @@ def test_what_cannot_be_asked_is_refused(folder, model):
         ZooLM(model, ByteTokenizer(), dtype="bf16")
     with pytest.raises(ValueError, match=r"max_length=64 .* 1, .* 48"):
         ZooLM(folder, max_length=64)
-    with pytest.raises(ValueError, match="mlp-digits has no tokenizer"):
+    with pytest.raises(ValueError, match=r"mlp-digits .* tokenizer"):
         ZooLM("mlp-digits")
 
 
@@ -437,9 +437,9 @@ def test_what_cannot_be_evaluated_is_refused(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("lm_eval.tasks.TaskManager", without)  # lm-eval's own take 10 s to read
     with pytest.raises(ValueError, match="task='hellaswagg':"):
         main.main(["eval", folder, "--task", "hellaswagg"])
-    with pytest.raises(ValueError, match="task: name one at least"):
+    with pytest.raises(ValueError, match="task: name"):
         main.main(["eval", folder])
-    with pytest.raises(ValueError, match="distributed: name the devices"):
+    with pytest.raises(ValueError, match="distributed: name"):
         main.main(["eval", folder, "--task", "x", "--distributed"])
     for name in [x for x in sys.modules if x.partition(".")[0] == "lm_eval"]:
         monkeypatch.setitem(sys.modules, name, None)

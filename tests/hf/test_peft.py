@@ -244,23 +244,19 @@ def test_adapters_that_peft_has_not_are_refused(tmp_path: Path):
         with pytest.raises(PublishError, match=rf"no adapters on {path}: versions of transformers"):
             save(experts, (path,))
     experts = zoo.load(GOLDEN / "peft" / "moe")
-    with pytest.raises(
-        PublishError, match=r"dense_mlp.w_down: .* PEFT takes a module of this name"
-    ):
+    with pytest.raises(PublishError, match=r"dense_mlp.w_down: .* PEFT"):
         save(experts, ("blocks.dense_mlp.w_down",))
-    with pytest.raises(PublishError, match=r"on blocks.mlp.w_up: it has no DoRA of experts"):
+    with pytest.raises(PublishError, match=r"blocks.mlp.w_up: .* DoRA"):
         save(experts, ("blocks.mlp.w_up",), dora=True)
-    with pytest.raises(PublishError, match=r"on embedding.weight: an embedding is no Linear"):
+    with pytest.raises(PublishError, match=r"embedding.weight: .* Linear"):
         save(drawn_transformer(), ("embedding.weight",))
     with pytest.raises(PublishError, match=r"DoRA for all 3 matrices .* only blocks.attention.wq"):
         save(zoo.load(GOLDEN / "hf" / "gpt2"), ("blocks.attention.wq",), dora=True)
     own = drawn_transformer(experts=ExpertsConfig(4, num_shared=1))
-    with pytest.raises(
-        PublishError, match=r"on blocks.mlp.w_up: a stack of matrices along layer, "
-    ):
+    with pytest.raises(PublishError, match=r"blocks.mlp.w_up: .* along layer"):
         save(own, ("blocks.mlp.w_up",))
     members = Ensemble(make_rnn(0.0), 2, key=KEY)
-    with pytest.raises(PublishError, match=r"a stack of matrices along member"):
+    with pytest.raises(PublishError, match="matrices along member"):
         save(members, ())
 
 

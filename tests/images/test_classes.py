@@ -81,7 +81,7 @@ def test_folders_that_hold_out_nothing_or_a_class_are_refused(folder):
         read_folder(folder, 4, model=folder, size=16, held_out=1.0)
     for path in (folder / "dark").iterdir():
         path.unlink()
-    with pytest.raises(ValueError, match="dark has no picture: remove the folder"):
+    with pytest.raises(ValueError, match=r"dark has .* picture"):
         read(folder)
     (folder / "dark").rmdir()
     with pytest.raises(ValueError, match="two at least, each a folder"):

@@ -142,7 +142,7 @@ def test_folders_that_are_no_classes_are_refused(tmp_path: Path):
         images.Folder(tmp_path / "nowhere")
     (tmp_path / "ant").mkdir()
     (tmp_path / "ant" / "0.png").write_bytes(encoded(pixels()))
-    with pytest.raises(ValueError, match=r"has the classes \['ant'\]"):
+    with pytest.raises(ValueError, match=r"classes \['ant'\]"):
         images.Folder(tmp_path)
     (tmp_path / "bee").mkdir()
     with pytest.raises(ValueError, match="bee has no picture"):
@@ -164,7 +164,7 @@ def test_a_column_of_encoded_pictures(tmp_path: Path):
         images.Encoded(column, [0, 1, 0])
     with pytest.raises(ValueError, match=r"labels=\[0\]: two classes"):
         images.Encoded(column, [0] * 4)
-    with pytest.raises(ValueError, match="row 1 of column is damaged"):
+    with pytest.raises(ValueError, match=r"row 1 .* damaged"):
         images.Encoded([column[0], b"x"], [0, 1])[1]
     kept = images.Encoded([column[0], b"x", column[2], None], [0, 1, 1, 0], skip_damaged=True)
     assert (len(kept), kept.num_skipped, kept.labels.tolist()) == (2, 2, [0, 1])

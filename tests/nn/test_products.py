@@ -138,7 +138,7 @@ def test_the_traceback_of_forward_mode_says_the_way_out():
 
 def test_kernels_without_a_rule_are_refused_by_name():
     q = jnp.ones((1, 2, 2, 8))
-    with zoo.forward_mode(), pytest.raises(ValueError, match="'cudnn' has no rule for forward mo"):
+    with zoo.forward_mode(), pytest.raises(ValueError, match=r"'cudnn' .* forward mo"):
         attention.attention(q, q, q, causal=True, implementation="cudnn")
 
 

@@ -778,7 +778,7 @@ def test_targets_of_several_slices():
     target = targets.parse("2xV5E:4x4")
     assert (target.num_slices, target.shape, target.num_devices) == (2, (4, 4), 32)
     assert targets.parse("2xh100:8").num_devices == targets.parse("h100:16").num_devices == 16
-    with pytest.raises(ValueError, match="several slices or machines as 2xv5e:4x4"):
+    with pytest.raises(ValueError, match="as 2xv5e:4x4"):
         targets.parse("0xv5e:4x4")
 
 
@@ -986,7 +986,7 @@ def test_tpu_slices_are_planned_without_tpus():
 
 def test_partial_slice_meshes_are_refused():
     pytest.importorskip("libtpu", reason="the compiler for TPUs is the extra `plan`")
-    with pytest.raises(ShardingError, match="7 of the 8 devices, which are no block of the slice"):
+    with pytest.raises(ShardingError, match="7 of the 8 devices"):
         sharding.make_mesh("fsdp=7", targets.parse("v5e:2x4").devices())
 
 

@@ -97,7 +97,7 @@ def test_a_model_at_an_address_is_fetched_once_and_replaced(memory: str, cache: 
 
 def test_what_is_no_whole_model_is_refused(memory: str, monkeypatch):
     root = location(memory, "x")
-    with pytest.raises(PublishError, match="memory://models/none is not a model of the zoo"):
+    with pytest.raises(PublishError, match=r"memory://models/none .* model"):
         zoo.load(f"{memory}/none")
     (root / "run/checkpoints/1.txt").write_text("")
     (root / "run/config.json").write_text("{}")
@@ -114,7 +114,7 @@ def test_what_is_no_whole_model_is_refused(memory: str, monkeypatch):
     content[-1] ^= 1
     zoo.save(f"{memory}/run/model", net(2))
     weights.write_bytes(content)
-    with pytest.raises(PublishError, match="run/model is damaged, or was being replaced"):
+    with pytest.raises(PublishError, match="run/model is damaged"):
         zoo.load(f"{memory}/run")
     with pytest.raises(PublishError, match="damaged: memory://models/run"):
         __main__.verify((f"{memory}/run",))

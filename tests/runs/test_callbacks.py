@@ -339,7 +339,7 @@ def test_callbacks_that_go_or_come_are_named(tmp_path, capsys):
 
 def test_arrays_of_absent_and_of_other_callbacks_are_refused(tmp_path):
     fit(config(tmp_path, steps=4), Recording())
-    with pytest.raises(RunError, match="arrays of the callback 'recording', which would be lost"):
+    with pytest.raises(RunError, match="callback 'recording'"):
         fit(config(tmp_path), Counting())
     other = Recording()
     other.arrays = {"sum": jnp.zeros(3)}
@@ -698,5 +698,5 @@ def test_samples_are_printed_and_kept(tmp_path, capsys):
     assert resumed == whole
     assert (tmp_path / "run" / "samples.html").read_text().count("<h2>") == 4
     callbacks.Samples(str, every=1)
-    with pytest.raises(ValueError, match="every=0: must be at least 1"):
+    with pytest.raises(ValueError, match=r"every=0: .* 1"):
         callbacks.Samples(str, every=0)

@@ -299,7 +299,7 @@ def test_restore_without_undamaged_step_fails(folder, opened):
 def test_renamed_step_folders_are_damaged(two_steps, tmp_path, opened):
     folder = tmp_path / "copy"
     shutil.copytree(two_steps / "1", folder / "7")
-    with pytest.raises(CheckpointError, match="step 7: the folder holds step 1"):
+    with pytest.raises(CheckpointError, match=r"step 7: .* step 1"):
         opened(folder).restore(make_state(0))
 
 

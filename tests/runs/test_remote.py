@@ -271,7 +271,7 @@ def test_one_process_has_the_lease(store, clock):
     first.acquire()
     first.check()
     clock.during = first._renew
-    with pytest.raises(LeaseError, match="another process is training in memory://bucket/run"):
+    with pytest.raises(LeaseError, match="training in memory://bucket/run"):
         make_lease(clock, store(ADDRESS)).acquire()
     clock.during = lambda: None
     first.release()
@@ -292,7 +292,7 @@ def test_a_crashed_owner_loses_the_lease_after_its_time(store, clock):
     second.acquire()
     assert lease.SECONDS <= clock.now - then <= lease.SECONDS + 2 + lease.SETTLE
     assert ["waiting for up to 60 s" in x for x in said] == [True]
-    with pytest.raises(LeaseError, match="another process has taken over the run in memory://"):
+    with pytest.raises(LeaseError, match=r"taken over .* memory://"):
         crashed.check()  # it was only asleep
     second.check()
     third = make_lease(clock, store(ADDRESS))

@@ -111,7 +111,7 @@ class Documented(eqx.Module):
 
 def test_unknown_names_want_rules_or_axes():
     model = Documented(jnp.zeros((8, 4)))
-    with pytest.raises(ShardingError, match=r"weight: the logical axis 'out' is not in .* rules"):
+    with pytest.raises(ShardingError, match=r"weight: .* 'out' .* rules"):
         sharding.shardings(model, make_mesh(SPLIT))
     rules = {**sharding.RULES, "out": "tensor", "in": None}
     assert sharding.shardings(model, zoo.Layout(SPLIT, rules)).weight.spec == P("tensor", None)
@@ -298,9 +298,7 @@ def test_names_in_another_form_are_refused(monkeypatch):
 def test_patterns_are_checked_without_a_mesh():
     with pytest.raises(ShardingError, match=r"'lienar': 'mlp'\} names nothing"):
         zoo.init_state(net, optax.sgd(1.0), key=KEY, mesh=zoo.Layout(axes={"lienar": "mlp"}))
-    with pytest.raises(
-        ShardingError, match=r"table of shape \(6, 4\): nothing names its axes, and"
-    ):
+    with pytest.raises(ShardingError, match=r"table .* \(6, 4\): .* axes, and"):
         zoo.init_state(net, optax.sgd(1.0), key=KEY, mesh=zoo.Layout(strict=True))
 
 
@@ -360,7 +358,7 @@ def test_the_placement_table_leaves_out_axes_of_one_device():
 def test_strict_refuses_what_nobody_asked_for():
     mesh, named = make_mesh("fsdp=8"), {"vector": "embed", "table": "_ _"}
     for place in (sharding.shardings, sharding.placement_table):
-        with pytest.raises(ShardingError, match=r"table of shape \(6, 4\): nothing names its axes"):
+        with pytest.raises(ShardingError, match=r"table .* \(6, 4\): .* axes"):
             place(net(), zoo.Layout(mesh, strict=True))
         place(net(), zoo.Layout(mesh, axes=named, strict=True))
         odd = {**net(), "odd": nn.Linear(3, 16, key=KEY)}

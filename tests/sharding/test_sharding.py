@@ -203,9 +203,9 @@ def grouped(key: Any = None) -> Grouped:
 
 
 def test_unknown_axes_are_not_matrix_dimensions():
-    with pytest.raises(ShardingError, match=r"scale: the logical axis 'group' is not in the"):
+    with pytest.raises(ShardingError, match=r"scale: .* axis 'group'"):
         optimizers.matrices(grouped())
-    with pytest.raises(ShardingError, match=r"scale: 'batch' is an axis of activations"):
+    with pytest.raises(ShardingError, match=r"scale: 'batch' .* activations"):
         is_matrix(("batch", "embed"), field="scale")
 
 

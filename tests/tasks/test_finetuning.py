@@ -111,7 +111,7 @@ def test_saved_adapters_reproduce_the_model(tune, tmp_path, shared):
     assert before == pytest.approx(read_metrics(run_dir / "metrics.jsonl")[-1]["eval_loss"], 1e-5)
     other = transformer.Transformer(model.config, key=jax.random.key(1))
     zoo.save(base, other, tokenizer=ByteTokenizer())
-    with pytest.raises(RunError, match="--model is not the base this run began with"):
+    with pytest.raises(RunError, match=r"--model .* base"):
         tune(*flags, "--steps=9")
 
 
@@ -236,7 +236,7 @@ def test_a_vision_transformer_learns_a_folder_of_pictures(tune, tmp_path):
     blue[:, :, 2] = 160
     inputs = processor({"image": blue, "label": 0})["inputs"]
     assert classes[int(model(jnp.asarray(inputs)[None]).argmax())] == "r"  # the third colour
-    with pytest.raises(ValueError, match=r"reads pictures: give --data a folder .*, and no label="):
+    with pytest.raises(ValueError, match=r"reads pictures: .* label="):
         tune(*flags, *more, "--label=kind", "--lora.rank=8", run_dir=tmp_path / "other")
 
 
@@ -331,7 +331,7 @@ def test_damaged_parameters_are_named_before_training(tune, tmp_path, shared):
         wo = model.blocks.attention.wo.at[0, 1, 2, 3].set(bad)
         damaged = eqx.tree_at(lambda m: m.blocks.attention.wo, model, wo)
         zoo.save(tmp_path / "base", damaged, tokenizer=ByteTokenizer())
-        with pytest.raises(ValueError, match=r"base: blocks.attention.wo has a NaN or an infinity"):
+        with pytest.raises(ValueError, match=r"base: blocks.attention.wo .* NaN"):
             tune(f"--model={tmp_path / 'base'}")
         assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -557,7 +557,7 @@ def test_a_date_in_chats_is_that_of_the_first_start(chat_run, monkeypatch):
 def test_one_chat_is_too_few(chat_run):
     with pytest.raises(ValueError, match=r"'chats.jsonl' .* 1"):
         chat_run("{% for m in messages %}{{ m.content }}{% endfor %}", CHAT)
-    with pytest.raises(ValueError, match="1 different rows of chats: two are needed"):
+    with pytest.raises(ValueError, match="1 different rows"):
         chat_run("{% for m in messages %}{{ m.content }}{% endfor %}", CHAT, CHAT)
 
 

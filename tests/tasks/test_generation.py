@@ -76,9 +76,7 @@ def test_prompts_begin_as_texts_do():
         *ids_of(both, "x<|end|>"),
     ]
     assert end not in ids_of(both, "x<|end|>")
-    with pytest.raises(
-        ValueError, match=r"the prompt is empty, and .* has no token that texts begin"
-    ):
+    with pytest.raises(ValueError, match=r"prompt is empty, .* token"):
         generation.encode_prompt(none, "")
 
 
@@ -280,7 +278,7 @@ def test_damaged_models_are_named(folder: Path, tokenizer: BPETokenizer, tmp_pat
     table = model.embedding.weight.at[1, 2].set(jnp.nan)
     damaged = eqx.tree_at(lambda m: m.embedding.weight, model, table)
     zoo.save(tmp_path / "model", damaged, tokenizer=tokenizer)
-    with pytest.raises(ValueError, match=r"model: embedding.weight has a NaN or an infinity"):
+    with pytest.raises(ValueError, match=r"model: embedding.weight .* NaN"):
         generate.main(generate.Config(str(tmp_path / "model"), ("hi",)))
 
 

@@ -188,7 +188,7 @@ def test_malformed_batches_are_refused():
         for loss in (losses.next_token, losses.balanced_next_token(0.1)):
             with pytest.raises(ValueError, match=message):
                 loss(None, change, None)
-    with pytest.raises(ValueError, match="no 'labels': the loss takes inputs, labels, weights"):
+    with pytest.raises(ValueError, match=r"no 'labels': .* inputs, labels, weights"):
         losses.classification(None, {"inputs": jnp.ones((2, 3))}, None)
     with pytest.raises(ValueError, match="balanced_next_token: a RNN has no experts"):
         losses.balanced_next_token(0.1)(drawn_rnn("gru"), batch, None)

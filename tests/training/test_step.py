@@ -586,7 +586,7 @@ def test_init_state_refuses_models():
             TypeError, match=f"make_model is a {type(model).__name__}: .*pretrained"
         ):
             zoo.init_state(model, KEEP_GRADIENT, key=KEY)
-    with pytest.raises(ValueError, match="a NoneType, is trainable: a model has arrays of floats"):
+    with pytest.raises(ValueError, match="NoneType, is trainable"):
         zoo.init_state(lambda key: None, KEEP_GRADIENT, key=KEY)
 
 

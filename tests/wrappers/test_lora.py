@@ -268,7 +268,7 @@ def test_freezing_nothing_or_everything_is_refused():
     model = drawn_transformer()
     with pytest.raises(ValueError, match=r"freeze='blocks.mpl.\*' .* those are"):
         frozen(("blocks.mpl.*",))(model)
-    with pytest.raises(ValueError, match=r"nothing of the model, .*, is trainable: freeze less"):
+    with pytest.raises(ValueError, match="trainable: freeze"):
         zoo.init_state(make_transformer(), optax.sgd(1.0), key=KEY, trainable=frozen(("*",)))
 
 
