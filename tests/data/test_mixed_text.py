@@ -140,7 +140,7 @@ def test_a_tokenizer_is_trained_on_what_is_not_held_out(tmp_path, pattern, monke
         seen.extend(texts)
         return ByteTokenizer()
 
-    monkeypatch.setattr(mixed.BPETokenizer, "train", train)
+    monkeypatch.setitem(mixed.TRAINED, "bpe", train)
     files = f"a={pattern}:0.75,b={tmp_path}/more/*.txt:0.25"
     data = load(tmp_path, files, held_out=0.3)
     trained = [texts_of(data, name)[0] for name in "ab"]

@@ -39,7 +39,7 @@ from zoo.data.prepared.opening import (
 )
 from zoo.data.prepared.prepare import SAMPLE_BYTES, training_texts
 from zoo.data.splits import plan_splits
-from zoo.data.tokenizer import BPETokenizer, load_tokenizer
+from zoo.data.tokenizer import TRAINED, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -366,7 +366,7 @@ def _make_tokenizer(
 ) -> None:
     if prepared:
         next(iter(prepared.values())).tokenizer.save(folder)
-    elif config.tokenizer != "bpe":
+    elif config.tokenizer not in TRAINED:
         load_tokenizer(config.tokenizer).save(folder)
     else:
         # Texts of each source by its weight at the start; of one that has fewer, all of them.
@@ -376,4 +376,5 @@ def _make_tokenizer(
             splits = plan_splits(source.files, shard_bytes=2**28)
             size = int(SAMPLE_BYTES * weight / sum(weights))
             texts.append(training_texts(splits, config.field, config.held_out, size))
-        BPETokenizer.train(itertools.chain(*texts), config.vocab_size).save(folder)
+        train = TRAINED[config.tokenizer]
+        train(itertools.chain(*texts), config.vocab_size).save(folder)

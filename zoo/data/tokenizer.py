@@ -51,7 +51,6 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int:
         """Number of ids; every id, the separator's too, is below it."""
-        ...
 
     @property
     def separator_id(self) -> int:
@@ -60,27 +59,21 @@ class Tokenizer(Protocol):
         A tokenizer in which the two differ has them as `begin_id`, an id or None, and as the first
         of `eos_ids`, as `BPETokenizer`.
         """
-        ...
 
     def encode(self, text: str) -> Ids:
         """Ids of a text, without a separator; names of special tokens are plain text."""
-        ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Ids of each text."""
-        ...
 
     def encode_spans(self, text: str, *, inside: bool = False) -> tuple[Ids, Spans]:
         """Ids of a text, or of a part `inside` of one, and the characters [start, stop) of each."""
-        ...
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of ids; invalid UTF-8 becomes U+FFFD, separators and unknown ids vanish."""
-        ...
 
     def save(self, folder: Path) -> None:
         """Write the files that `load_tokenizer(folder)` opens."""
-        ...
 
 
 class ByteTokenizer:
@@ -317,6 +310,10 @@ class BPETokenizer:
 def has_tokenizer(folder: Path) -> bool:
     """Whether `load_tokenizer` finds one in a folder."""
     return (folder / FILE_NAME).is_file() or letters.is_described(folder)
+
+
+TRAINED = {"bpe": BPETokenizer.train}
+"""The tokenizers that a corpus trains, from its texts and a number of ids; others are loaded."""
 
 
 def load_tokenizer(path: str | Path, separator: str | None = None) -> Tokenizer:

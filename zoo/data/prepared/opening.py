@@ -27,6 +27,7 @@ from zoo.data.rows import RowOptions
 from zoo.data.splits import Given
 from zoo.data.tokenizer import (
     FILE_NAME,
+    TRAINED,
     ByteTokenizer,
     Reading,
     Tokenizer,
@@ -177,10 +178,11 @@ def open_text(
     else:
         data = Given(tuple((document.name, document.text) for document in built_in()))
         content, show = data.version, False
-    if isinstance(tokenizer, str) and tokenizer != "bpe":
+    is_trained = isinstance(tokenizer, str) and tokenizer in TRAINED
+    if isinstance(tokenizer, str) and not is_trained:
         tokenizer = load_tokenizer(tokenizer)
     options: dict[str, Any] = {
-        "vocab_size": vocab_size if tokenizer == "bpe" else 0,
+        "vocab_size": vocab_size if is_trained else 0,
         "field": config.field,
         "held_out": config.held_out,
         "special_tokens": config.special_tokens or (None if rows else "text"),
@@ -224,7 +226,7 @@ def files_of(
         words = ["python -m zoo prepare", *map(repr, patterns)]
         tokenizer = tokenizer or getattr(config, "tokenizer", "MODEL/tokenizer.json")
         words.append(f"--tokenizer {tokenizer}")
-        if tokenizer == "bpe":
+        if tokenizer in TRAINED:
             words.append(f"--vocab-size {config.vocab_size}")
         if config.special_tokens == "parse":
             words.append("--special-tokens parse")
@@ -264,7 +266,7 @@ def check_named(prepared: Prepared, config: Any, default: Any) -> None:
         if (value := getattr(config, name, None)) != getattr(default, name, None)
     }
     spec = named.get("tokenizer")
-    if spec in ("bytes", "bpe"):
+    if spec in ("bytes", *TRAINED):
         if (spec == "bytes") != isinstance(prepared.tokenizer, ByteTokenizer):
             raise ValueError(
                 f"data.tokenizer={spec!r}: {prepared.folder} was prepared with another "

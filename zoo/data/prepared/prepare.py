@@ -23,7 +23,7 @@ from zoo.data.prepared.hashes import PARTED
 from zoo.data.prepared.tokenizing import Spec, Tokenized, key_of, prepare_shard
 from zoo.data.rows import RowOptions
 from zoo.data.splits import Given, Split, plan_splits
-from zoo.data.tokenizer import BPETokenizer, Reading, Tokenizer, begin_id, load_tokenizer
+from zoo.data.tokenizer import TRAINED, Reading, Tokenizer, begin_id, load_tokenizer
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -82,7 +82,7 @@ def prepare(
     if not isinstance(data, Given):
         splits = plan_splits(data, shard_bytes=int(shard_megabytes * 1e6))
     given, kind = None, tokenizer
-    if tokenizer != "bpe":
+    if not (isinstance(tokenizer, str) and tokenizer in TRAINED):
         given = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         kind = tokenizer if tokenizer == "bytes" else format.digest_of(given)
     paths = {x.path for split in splits if isinstance(split, Split) for x in split.pieces}
@@ -111,7 +111,7 @@ def prepare(
             texts = training_texts(splits, field, held_out)
             partial = local / format.WORK / format.TOKENIZER
             files.remove(partial)
-            (given or BPETokenizer.train(texts, vocab_size)).save(partial)
+            (given or TRAINED[str(tokenizer)](texts, vocab_size)).save(partial)
             files.sync_all(partial)
             partial.rename(local / format.TOKENIZER)
             files.sync(local)
@@ -347,7 +347,7 @@ def _begin(out: Location, local: Path, options: dict[str, Any], state: str) -> M
     stale = ["*.partial"]
     if known is not None and begun != state:  # shards of files that changed are made again
         stale += ["*.duplicates", f"*{PARTED}", "*.copied"]
-        if options["tokenizer"] == "bpe":
+        if options["tokenizer"] in TRAINED:
             files.remove(local / format.TOKENIZER)
     for path in [path for pattern in stale for path in work.glob(pattern)]:
         path.unlink()
