@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import pytest
 from helpers import hybrid, small_config
+from planning_cases import job, small_estimate
 
 from zoo import sharding, transformer
 from zoo.common import configuration
@@ -273,3 +274,87 @@ def test_a_search_needs_peaks(monkeypatch):
     monkeypatch.setitem(sizes.SIZES, "small", small_config())
     with pytest.raises(ValueError, match=r"mesh='search' compares .* cpu:8"):
         command.main(command.Config(model="small", target="cpu:8", mesh="search"))
+
+
+# What fits.
+
+
+def limited(estimate, limit):
+    return dataclasses.replace(
+        estimate, memory=dataclasses.replace(estimate.memory, limit=float(limit))
+    )
+
+
+def test_suggestions_go_from_cheap_to_expensive(monkeypatch):
+    wanted = job(rows=32, remat="none", mesh="data=8")
+    estimate = dataclasses.replace(small_estimate(), job=wanted)
+    tried = []
+
+    def make(changed, target):
+        tried.append(search.describe(wanted, changed))
+        return limited(estimate, 0)
+
+    # The state alone of data=8 is more than this: those that keep it are not compiled at all.
+    limit = (estimate.memory.parameters + estimate.memory.optimizer) * 0.9
+    monkeypatch.setattr(search, "make_estimate", make)
+    found = search.suggest(limited(estimate, limit))
+    assert found is None
+    assert tried == [
+        "--remat full --mesh fsdp=8",
+        "--remat full --mesh fsdp=8 --accumulate 2",
+        "--remat full --mesh fsdp=8 --accumulate 4",
+        "--remat full --mesh fsdp=4,tensor=2 --sequence-parallel --accumulate 8",
+        "--remat full --mesh fsdp=2,tensor=4 --sequence-parallel --accumulate 16",
+    ]
+
+
+def test_suggestions_for_slices_leave_only_gradients_between_them():
+    target = targets.parse("2xv5e:4x4")
+    found = list(search.changes(job(rows=64, mesh="data=32"), target))
+    meshes = [changed.mesh for changed in found if changed.mesh != "data=32"]
+    assert {"data=2,fsdp=16", "data=2,fsdp=8,tensor=2"} <= set(meshes)
+    for mesh in meshes:
+        assert sharding.abstract_mesh(mesh, 32).shape["data"] == 2
+
+
+def test_suggestions_stop_after_a_few(capsys, monkeypatch):
+    wanted = job(rows=2**12, mesh="data=8")
+    estimate = dataclasses.replace(small_estimate(), job=wanted)
+    make = lambda changed, target: limited(estimate, 0)
+    monkeypatch.setattr(search, "make_estimate", make)
+    assert search.suggest(limited(estimate, 1e12)) is None
+    said = capsys.readouterr().out.splitlines()
+    assert sum(line.endswith(": compiling …") for line in said) == 6
+    assert said[-1] == "Nothing that was tried fits: take more devices, or larger ones."
+
+
+def test_plans_that_do_not_fit_look_for_lighter_trainings(monkeypatch):
+    monkeypatch.setitem(sizes.SIZES, "small", small_config())
+    target = targets.parse("cpu:8")
+
+    def flags(**changes):
+        config = command.Config(model="small", target="cpu:8", **changes)
+        return [flags for flags, _ in command.lighter(config, None, target)]
+
+    all_of_them = ["--method lora", "--method lora --base int8", "--method lora --base int4"]
+    assert flags() == all_of_them
+    assert flags(method="lora", base="int8") == all_of_them[2:]
+    assert flags(method="lora", base="nf4") == []
+
+
+def test_other_trainings_are_tried_last(monkeypatch):
+    wanted, tried = job(rows=16, mesh="data=8"), []
+    estimate = dataclasses.replace(small_estimate(), job=wanted)
+
+    def make(changed, target):
+        tried.append(changed)
+        return limited(estimate, 1e12 if changed is other else 0)
+
+    other = job()
+    big = dataclasses.replace(estimate.memory, total=2 * estimate.memory.total)
+    monkeypatch.setattr(search, "make_estimate", make)
+    too_large = limited(dataclasses.replace(estimate, memory=big), 1e12)
+    found = search.suggest(too_large, [("--method lora", other)])
+    assert found == "--method lora"
+    assert len(tried) > 2
+    assert tried[-1] is other

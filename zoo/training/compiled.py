@@ -94,7 +94,7 @@ class CompiledStep:
         checks: Checks,
         accumulate: int = 1,
         donate: bool = False,
-        options: Options | None = None,
+        options: dict[str, bool | int | str] | None = None,
     ):
         self._function = function
         self._layout = sharding.layout_of(mesh)
@@ -261,7 +261,7 @@ class Program:
         batch: PyTree,
         *,
         donate: bool,
-        options: Options | None = None,
+        options: dict[str, bool | int | str] | None = None,
     ):
         self._options = options or None  # JAX keeps a program compiled without any
         leaves, structure = jax.tree.flatten((state, batch))
