@@ -1,7 +1,6 @@
 """Random damage to files and folders, and restoring damaged checkpoints."""
 
 import contextlib
-import filecmp
 import os
 import random
 import shutil
@@ -12,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from helpers import contents
 
 from zoo import sharding
 from zoo.runs.checkpoint import Checkpointer, CheckpointError
@@ -32,18 +32,6 @@ def hurt(kind: str, root: Path, within: Path, choose: random.Random) -> None:
             _swap(path, within, choose)
         else:
             {**FILES, **FOLDERS}[kind](path, choose)
-
-
-def same(one: Path, other: Path) -> bool:
-    """Whether two folders hold the same files, byte for byte."""
-    if one.is_file() and other.is_file():
-        return filecmp.cmp(one, other, shallow=False)
-    if not (one.is_dir() and other.is_dir()):
-        return False
-    names = {path.name for path in one.iterdir()}
-    if names != {path.name for path in other.iterdir()}:
-        return False
-    return all(same(one / name, other / name) for name in names)
 
 
 def _flip(path: Path, choose: random.Random) -> None:
@@ -114,7 +102,8 @@ KINDS = (*FILES, *FOLDERS, "files swapped", "folders swapped")
 def restore(folder: Path, pristine: Path, mesh: str) -> tuple[str, bool]:
     """The fault in restoring steps of `pristine` from `folder`, and whether it was refused."""
     steps = [int(path.name) for path in pristine.iterdir()]
-    intact = [step for step in steps if same(folder / str(step), pristine / str(step))]
+    alike = lambda name: contents(folder / name) == contents(pristine / name)
+    intact = [step for step in steps if alike(str(step))]
     before = pristine.with_name("before")
     shutil.rmtree(before, ignore_errors=True)
     if folder.is_dir():
@@ -126,7 +115,7 @@ def restore(folder: Path, pristine: Path, mesh: str) -> tuple[str, bool]:
     except CheckpointError as error:
         if intact:
             return f"it was refused, though {intact} are intact: {error}", True
-        kept = not before.exists() or same(folder, before)
+        kept = not before.exists() or contents(folder) == contents(before)
         return ("" if kept else "it was refused, and something was written"), True
     except Exception as error:
         # A file in the folder's place is reported before there is a Checkpointer.

@@ -372,6 +372,12 @@ def _is_jaxpr(x: Any) -> bool:
     return isinstance(x, core.Jaxpr | core.ClosedJaxpr)
 
 
+def contents(folder: Path, names: str = "*") -> dict[str, bytes]:
+    """The content of each file of a folder, by name; none if there is no folder."""
+    found = sorted(path for path in folder.rglob(names) if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+
+
 def bytes_read() -> int:
     """The bytes that this process has read from files and pipes so far."""
     return int(Path("/proc/self/io").read_text().split()[1])

@@ -1,5 +1,7 @@
 """Tiny runs of the recipes in processes of their own, for the tests of runs and of their faults."""
 
+import functools
+import hashlib
 import importlib
 import json
 import os
@@ -9,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import forked
 import jax
@@ -20,10 +23,9 @@ import tyro
 import zoo
 from zoo import transformer
 from zoo.data.tokenizer import ByteTokenizer
-from zoo.runs import recorder
+from zoo.runs import loop, recorder
 from zoo.runs.metrics import read_metrics
 
-TESTS = Path(__file__).parent
 STEPS = 40
 
 # What each recipe takes to be small and quick; every run of the tests has these flags. The first
@@ -78,9 +80,7 @@ class Recipe:
     ) -> "Program":
         """The process; `record` takes a digest of each batch."""
         module = f"recipes.{self.name.split()[0]}"
-        driver = ["-m", module] if record is None else [f"{TESTS}/record_batches.py", module]
-        flags = ([str(record)] if record else []) + self.flags(run_dir, *more)
-        return Program([*driver, *flags], devices, **env)
+        return Program(["-m", module, *self.flags(run_dir, *more)], devices, record, **env)
 
     def run(self, run_dir: Path, *more: str, code: int = 0, **options) -> str:
         """The output of a run that ends with `code`."""
@@ -96,10 +96,24 @@ _started: list["Program"] = []
 _logs = tempfile.TemporaryDirectory(prefix="zoo-logs-")
 
 
-def run_program(arguments: Sequence[str]) -> None:
+def run_program(arguments: Sequence[str], record: Path | None) -> None:
     """Run a program without the curves of runs, which would take a third of their time."""
     recorder.plot_curves = lambda *paths: None
+    if record is not None:
+        loop.batches = functools.partial(recorded, record, loop.batches)
     forked.run_program(arguments)
+
+
+def recorded(record: Path, batches: Callable, dataset: Any, *arguments: Any, **named: Any) -> Any:
+    """The batches of a dataset, a digest of each of which is appended to a file as it is taken."""
+    for k, batch in batches(dataset, *arguments, **named):
+        digest = hashlib.sha256()
+        for name in sorted(batch):
+            digest.update(name.encode() + np.asarray(batch[name]).tobytes())
+        dataset_and_k = f"{dataset.batches_per_epoch} batches per epoch, batch {k}"
+        with open(record, "a") as file:
+            file.write(json.dumps([dataset_and_k, digest.hexdigest()]) + "\n")
+        yield k, batch
 
 
 class Program:
@@ -108,10 +122,12 @@ class Program:
     It is forked behind the imports, which take half of the time of a tiny run.
     """
 
-    def __init__(self, arguments: Sequence[str], devices: int = 1, **env: str):
+    def __init__(
+        self, arguments: Sequence[str], devices: int = 1, record: Path | None = None, **env: str
+    ):
         self._log = Path(_logs.name, f"{len(_started)}")
         given = [str(argument) for argument in arguments]
-        self._process = forked.start(self._log, run_program, given, devices=devices, **env)
+        self._process = forked.start(self._log, run_program, given, record, devices=devices, **env)
         _started.append(self)
 
     @property

@@ -29,6 +29,7 @@ from typing import Any
 import forked
 import jax
 import tyro
+from helpers import contents
 from recipe_cases import (
     metrics,
     write_base,
@@ -206,22 +207,16 @@ def difference(run: Path, straight: Path) -> str:
     if found != wanted or not wanted:
         return f"metrics.jsonl has {found} instead of {wanted}"
     for name in ("model", "adapters", "best"):
-        found_files, wanted_files = (files(each / "run" / name) for each in (run, straight))
+        found_files, wanted_files = (contents(each / "run" / name) for each in (run, straight))
         if unlike := {file for file, _ in found_files.items() ^ wanted_files.items()}:
             return f"{name}/ differs in {sorted(unlike)}"
-    if files(run / "run", "samples.jsonl") != files(straight / "run", "samples.jsonl"):
+    if contents(run / "run", "samples.jsonl") != contents(straight / "run", "samples.jsonl"):
         return "samples.jsonl differs"
     if (found_end := printed_end(run)) != (wanted_end := printed_end(straight)):
         return f"the end printed {found_end!r} instead of {wanted_end!r}"
     names = {path.name for path in (run / "run").rglob("*")}
     left = [x for x in names if x.endswith(".tmp") or x.startswith((".model.", ".best."))]
     return f"left behind: {left}" if left else ""
-
-
-def files(folder: Path, names: str = "*") -> dict[str, bytes]:
-    """The content of each file of a folder, by name; none if there is no folder."""
-    found = (path for path in folder.rglob(names) if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
 
 
 def log(run: Path) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import contents
 from test_formats import web  # noqa: F401
 
 from zoo import text as zoo_text
@@ -50,12 +51,6 @@ def data(tmp_path: Path) -> str:
     """A small corpus."""
     write_corpus(tmp_path / "text")
     return str(tmp_path / "text" / "*.jsonl")
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    """All files of a folder."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
 def shard(folder: Path, number: int, suffix: str) -> Path:
@@ -137,7 +132,7 @@ def test_slices_workers_and_runs_do_not_change_a_byte(tmp_path: Path, data: str,
     monkeypatch.setattr(hashes, "SLICE", 8)
     monkeypatch.setattr(tokenizing, "BATCH", 300)
     prepare.prepare(data, tmp_path / "sliced", **SMALL)
-    assert content(tmp_path / "one") == content(tmp_path / "two") == content(tmp_path / "sliced")
+    assert contents(tmp_path / "one") == contents(tmp_path / "two") == contents(tmp_path / "sliced")
     monkeypatch.undo()
     runs = [np.zeros(3, hashes.RAW), np.zeros(2, hashes.RAW)]
     runs[0]["high"], runs[1]["high"] = [1, 5, 2**63], [0, 5]
@@ -178,7 +173,7 @@ def test_finished_shards_are_not_done_again(tmp_path: Path, data: str):
     assert again == {torn, *of_changed}
     assert 2 < len(again) < len(done) - 1
     prepare.prepare(data, tmp_path / "fresh", **SMALL)
-    assert content(tmp_path / "out") == content(tmp_path / "fresh")
+    assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
     bad.unlink()  # a prepared corpus needs its options alone
     with pytest.raises(ValueError, match="files is 3 there and 2 here"):
         prepare.prepare(data, tmp_path / "out", **SMALL)
@@ -232,12 +227,12 @@ def test_files_that_change_between_kills_are_read_again(
         path.write_bytes(path.read_bytes().replace(b"alpha", b"omega"))
     prepare.prepare(data, out, **options)
     prepare.prepare(data, tmp_path / "fresh", **options)
-    assert content(out) == content(tmp_path / "fresh")
+    assert contents(out) == contents(tmp_path / "fresh")
 
 
 def test_another_configuration_is_refused(tmp_path: Path, data: str):
     prepare.prepare(data, tmp_path / "out", **SMALL)
-    before = content(tmp_path / "out")
+    before = contents(tmp_path / "out")
     with pytest.raises(ValueError, match=r"held_out is 0.05 .* 0.1 here"):
         prepare.prepare(data, tmp_path / "out", held_out=0.1, **SMALL)
     with pytest.raises(ValueError, match=r"tokenizer is 'bytes' .* 'bpe' here; vocab_size"):
@@ -256,7 +251,7 @@ def test_another_configuration_is_refused(tmp_path: Path, data: str):
         [(name, value)] = wrong.items()
         with pytest.raises(ValueError, match=f"{name}={value}"):
             prepare.prepare(data, tmp_path / "out", **{**SMALL, **wrong})
-    assert content(tmp_path / "out") == before
+    assert contents(tmp_path / "out") == before
     (tmp_path / "out" / "tokenizer" / "tokenizer.json").write_text("{}")
     with pytest.raises(DamagedError, match=r"not the tokenizer .* manifest"):
         prepare.prepare(data, tmp_path / "out", **SMALL)
@@ -373,7 +368,7 @@ def test_killed_at_random_it_resumes_to_the_same_bytes(tmp_path: Path):
         subprocess.run([sys.executable, "-c", program], check=True)
     fresh = [*COMMAND, data, "--out", str(tmp_path / "fresh"), "--tokenizer", "bpe"]
     subprocess.run([*fresh, "--vocab-size", "400", "--workers", "1", *options], check=True)
-    assert content(tmp_path / "out") == content(tmp_path / "fresh")
+    assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
 
 
 @pytest.mark.slow
@@ -408,7 +403,7 @@ def test_ray_gives_the_same_bytes(tmp_path: Path, data: str):
     pytest.importorskip("ray")
     prepare.prepare(data, tmp_path / "one", **SMALL)
     prepare.prepare(data, tmp_path / "ray", **SMALL, engine="ray")
-    assert content(tmp_path / "one") == content(tmp_path / "ray")
+    assert contents(tmp_path / "one") == contents(tmp_path / "ray")
     with pytest.raises(ValueError, match="'x'") as error:
         prepare.prepare(data, tmp_path / "x", **SMALL, field="x", engine="ray")
     assert type(error.value) is ValueError  # not one of Ray's, with a traceback as its text
@@ -434,7 +429,7 @@ def test_an_address_gets_the_same_files(tmp_path: Path, data: str, monkeypatch):
     names = [name for name in written if name.startswith("shards/00000000")]
     assert len(names) == len(set(names)) == 5  # a whole shard is not copied again
     prepare.prepare(data, tmp_path / "out", **SMALL)
-    for name, wanted in content(tmp_path / "out").items():
+    for name, wanted in contents(tmp_path / "out").items():
         assert (address / name).read_bytes() == wanted
     assert not list((tmp_path / "cache").iterdir())
     assert prepare.prepare(data, str(address), **SMALL) == read_manifest(tmp_path / "out")

@@ -13,7 +13,7 @@ import fsspec
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import bytes_read
+from helpers import bytes_read, contents
 
 from zoo.common import checksums, files
 from zoo.common.store import Store
@@ -490,13 +490,9 @@ def train(work, clock, *, until=LAST, said=None):
     return start
 
 
-def contents(work):
+def work_files(work):
     """What matters of a working folder."""
-    return {
-        path.relative_to(work).as_posix(): path.read_bytes()
-        for path in sorted(work.rglob("*"))
-        if path.is_file() and not path.relative_to(work).parts[0].startswith(".")
-    }
+    return {name: x for name, x in contents(work).items() if not name.startswith(".")}
 
 
 OLDER = ("checkpoints/2", "checkpoints/4")
@@ -520,7 +516,7 @@ def test_a_kill_between_any_two_requests_loses_nothing(
     """Every other time the working folder is lost, too."""
     monkeypatch.setattr(folder, "Copier", AtOnce)
     train(tmp_path / "straight", clock)
-    wanted, stored = contents(tmp_path / "straight"), bucket()
+    wanted, stored = work_files(tmp_path / "straight"), bucket()
     fs = fsspec.filesystem("memory")
     starts, requests = [], 0
     while True:
@@ -540,11 +536,11 @@ def test_a_kill_between_any_two_requests_loses_nothing(
         start = train(work, clock)
         starts.append(start)
         assert start == max([0, *marked, *([] if is_lost else kept)])
-        kept = {x: y for x, y in contents(work).items() if not x.startswith(OLDER)}
+        kept = {x: y for x, y in work_files(work).items() if not x.startswith(OLDER)}
         assert kept == {x: y for x, y in wanted.items() if not x.startswith(OLDER)}
         shutil.rmtree(work)
         train(work, clock)  # all of it is at the address
-        found = contents(work)
+        found = work_files(work)
         assert found.pop("metrics.jsonl") == wanted["metrics.jsonl"]
         assert found.items() <= wanted.items()
         assert "checkpoints/6/arrays/data" in found
