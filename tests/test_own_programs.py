@@ -376,8 +376,8 @@ def test_datasets_without_a_fingerprint_have_that_of_some_batches(tmp_path):
 @pytest.mark.parametrize(
     ("made", "stepped", "message"),
     [
-        (optax.sgd(1e-2), optax.adam(1e-2), "0 is EmptyState, and has to be ScaleByAdamState"),
-        (optax.adam(1e-2), optax.adamw(1e-2), "2 is absent, and has to be EmptyState"),
+        (optax.sgd(1e-2), optax.adam(1e-2), r"0 is EmptyState, .* ScaleByAdamState"),
+        (optax.adam(1e-2), optax.adamw(1e-2), r"2 is absent, .* EmptyState"),
     ],
     ids=["sgd", "adam"],
 )

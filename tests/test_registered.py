@@ -281,20 +281,20 @@ def test_adapters_of_a_model_with_own_parts(tmp_path):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Plain(key=KEY), r"test_registered\.Plain is no family of the zoo"),
-        (lambda: Ensemble(lambda key: Plain(key=key), 2, key=KEY), r"\.Plain is no family"),
-        (lambda: eqx.nn.make_with_state(Net)(key=KEY), r"test_registered\.Net is no family"),
+        (lambda: Plain(key=KEY), r"test_registered\.Plain .* family"),
+        (lambda: Ensemble(lambda key: Plain(key=key), 2, key=KEY), r"\.Plain .* family"),
+        (lambda: eqx.nn.make_with_state(Net)(key=KEY), r"test_registered\.Net .* family"),
         (
             lambda: eqx.tree_at(lambda m: m.head, small(), Plain(key=KEY)),
-            r"head: test_registered\.Plain here, zoo\.nn\.layers\.Linear by the configuration",
+            r"head: test_registered\.Plain .* zoo\.nn\.layers\.Linear",
         ),
         (
             lambda: eqx.tree_at(lambda m: m.head.bias, small(), jnp.ones(3)),
-            r"head\.bias: \(3,\) here, \(2,\) by the configuration",
+            r"head\.bias: \(3,\) .* \(2,\)",
         ),
         (
             lambda: Ensemble(lambda key: another_eps(small()), 2, key=KEY),
-            r"members\.first\.norm\.eps: 0\.5 here, 1e-06 by the config",
+            r"members\.first\.norm\.eps: 0\.5 .* 1e-06",
         ),
         (
             lambda: Classifier(with_loud_mlp(drawn_transformer()), 3, key=KEY),

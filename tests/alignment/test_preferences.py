@@ -158,8 +158,8 @@ ANSWER = {"role": "assistant", "content": "b"}
     [
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are equal"),
         ({"prompt": "a", "chosen": "b", "rejected": " "}, "'rejected' is empty"),
-        ({"prompt": "a", "chosen": "b"}, "'preferences' has the fields .*'chosen', 'prompt'"),
-        ({"prompt": 1, "chosen": "b", "rejected": "c"}, "no text in field 'prompt'"),
+        ({"prompt": "a", "chosen": "b"}, r"'preferences' .*'chosen', 'prompt'"),
+        ({"prompt": 1, "chosen": "b", "rejected": "c"}, "field 'prompt'"),
         ({"chosen": "b", "rejected": "c"}, "no common beginning"),
         ({"chosen": [ANSWER], "rejected": [MESSAGE]}, "no common beginning"),
         ({"prompt": "x", "chosen": [MESSAGE, ANSWER], "rejected": [MESSAGE, MESSAGE]}, "'x'"),

@@ -71,13 +71,13 @@ def test_values_of_wrong_type_are_refused(name: str):
         ("residual", {"norm": "foo"}, r"residual.norm='foo': .* \['rms', 'lay"),
         ("transformer", {"causal": "false"}, "causal='false':"),
         ("transformer", {"num_layers": True}, "num_layers=True:"),
-        ("transformer", {"d_ff": "4"}, "d_ff='4': must be an integer of 32 bits or None"),
-        ("positions", {"scaling": (1.0,)}, "positions.scaling=.*must be a RopeScaling"),
+        ("transformer", {"d_ff": "4"}, "d_ff='4':"),
+        ("positions", {"scaling": (1.0,)}, r"positions.scaling=.* RopeScaling"),
         ("lora", {"targets": ("a", None)}, "must be a tuple, of a text each"),
         ("attention", {"window_pattern": ("far",)}, "must be a tuple, of 'local' or 'global'"),
         ("sampling", {"temperature": "warm"}, "temperature='warm':"),
-        ("sampling", {"stop_tokens": [1.5]}, r"stop_tokens=\(1.5,\): must be a tuple, of an"),
-        ("sampling", {"logit_bias": {1: "a"}}, r"logit_bias\[1\]='a': must be a finite number"),
+        ("sampling", {"stop_tokens": [1.5]}, r"stop_tokens=\(1.5,\): .* tuple"),
+        ("sampling", {"logit_bias": {1: "a"}}, r"logit_bias\[1\]='a': .* number"),
         ("encoder", {"num_token_types": -1}, "encoder.num_token_types=-1: must be 0 at least"),
     ],
     ids=str,
@@ -121,11 +121,11 @@ def test_values_are_read_from_json():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({}, "the field size is missing"),
-        ({"size": 1, "width": 2}, r"no field width \(known are size, rates, scale, kind\)"),
+        ({}, r"field size .* missing"),
+        ({"size": 1, "width": 2}, r"width \(known are size, rates, scale, kind\)"),
         ({"size": None}, "size=None:"),
-        ({"size": 1, "kind": "c"}, "kind='c': must be 'a' or 'b' or None"),
-        ({"size": 1, "rates": [[1.0]]}, r"rates=\(\[1.0\],\): must be a tuple"),
+        ({"size": 1, "kind": "c"}, r"kind='c': .*'a' or 'b'"),
+        ({"size": 1, "rates": [[1.0]]}, r"rates=\(\[1.0\],\): .* tuple"),
     ],
     ids=str,
 )
@@ -170,10 +170,10 @@ def test_nested_fields_are_read(values: dict[str, Any], expected: Outer):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"inner": {"speed": 1}, "size": 1}, r"no field inner.speed \(known are rate, places"),
+        ({"inner": {"speed": 1}, "size": 1}, r"inner.speed \(known are rate, places"),
         ({"size": 1, "inner": {"places": "a"}}, r"inner.places='a':"),
         ({"size": 1, "inner": "half"}, "inner='half':"),
-        ({"inner": {}}, "the field size is missing"),
+        ({"inner": {}}, r"field size .* missing"),
     ],
     ids=str,
 )

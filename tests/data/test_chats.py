@@ -316,11 +316,11 @@ def test_tools_that_a_template_does_not_write_are_refused(make, tmp_path):
 @pytest.mark.parametrize(
     ("source", "messages", "message"),
     [
-        ("chatml", CHAT[:1], "no message of the assistant in 'messages'"),
-        ("chatml", "hello", "no list of messages in 'messages'"),
-        ("chatml", [{"content": "x"}], "no text in field 'role' of message 0"),
-        ("chatml", [*CHAT[:3], {"role": "assistant"}], "no text in field 'content' of message 3"),
-        ("chatml", [{"role": "user", "content": 3}], "no text in field 'content' of message 0"),
+        ("chatml", CHAT[:1], "assistant in 'messages'"),
+        ("chatml", "hello", r"list .* 'messages'"),
+        ("chatml", [{"content": "x"}], "'role' of message 0"),
+        ("chatml", [*CHAT[:3], {"role": "assistant"}], "'content' of message 3"),
+        ("chatml", [{"role": "user", "content": 3}], "'content' of message 0"),
         (CHATML + "{{ raise_exception('roles must alternate') }}", CHAT, "refuses it: roles must"),
         (CHATML + "{{ messages[0].content + 1 }}", CHAT, "fails on it: can only concatenate str"),
         (CHATML + "{{ ''.__class__.__mro__ }}", CHAT, "fails on it: access to attribute"),

@@ -207,7 +207,7 @@ def test_labels_are_read_beside_texts(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", "text,kind\nx,y,z", r"line 2 does not have as many columns"),
+        ("a.csv", "text,kind\nx,y,z", r"line 2 .* columns"),
         ("a.csv", "text,sort\nx,y", r"line 2: no field 'kind'; .* \['sort', 'text'\]"),
         ("a.csv", "text,kind,text\nx,y,z", r"a\.csv has 2 columns named 'text'"),
         ("a.csv", "kind,text,kind\nx,y,z", r"a\.csv has 2 columns named 'kind'"),

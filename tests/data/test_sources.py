@@ -171,7 +171,7 @@ def test_fingerprints_tell_rows_transforms_and_arguments():
         (TEXTS, {"buckets": (4,)}, r"buckets=\(4,\)"),
         (TEXTS, {"buckets": (4,), "lengths": len, "padded": ["inputs"]}, r"\(4,\): row 1.* 8"),
         (TEXTS, {"buckets": (8,), "lengths": len, "padded": ["x"]}, r"padded=\['x'\]"),
-        ([1], {"transform": lambda row, rng: 1 / 0}, "row 0 of the source: ZeroDivisionError"),
+        ([1], {"transform": lambda row, rng: 1 / 0}, r"row 0 .* ZeroDivisionError"),
     ],
 )
 def test_bad_rows_are_named_before_any_compute(rows, options, said):
@@ -183,7 +183,7 @@ def test_bad_rows_are_named_before_any_compute(rows, options, said):
     ("rows", "options", "said"),
     [
         ([TEXTS[0], TEXTS[1]], {}, r"row 1 .* inputs is int64\[8\].*int64\[3\]"),
-        ([{"x": 1}, {"y": 1}], {}, r"row 1 of the source: x is nothing"),
+        ([{"x": 1}, {"y": 1}], {}, r"row 1 .* x is nothing"),
         ([1, 2.0], {}, r"inputs is float32\[\], .* int64\[\]"),
         (
             [TEXTS[0], TEXTS[1]],

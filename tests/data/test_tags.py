@@ -48,10 +48,10 @@ def test_each_letter_has_a_tag(tmp_path, pieces):
     [
         ("MKT", "HH", "there are 3 letters and 2 tags:"),
         (["a", "b"], ["O"], "there are 2 words and 1 tags"),
-        (["a", ""], ["O", "O"], "'' among the words and their tags is no text"),
-        (["a", "b"], ["O", 3], "3 among the words and their tags is no text"),
-        ("", "", "the text is '' and its tags ''"),
-        (5, "H", "the text is 5 and its tags 'H'"),
+        (["a", ""], ["O", "O"], r"'' among .* tags"),
+        (["a", "b"], ["O", 3], r"3 among .* tags"),
+        ("", "", r"text is '' .* tags ''"),
+        (5, "H", r"text is 5 .* tags 'H'"),
     ],
 )
 def test_tags_that_do_not_fit_are_refused(words, tags, message):

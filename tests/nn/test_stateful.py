@@ -197,17 +197,17 @@ def replaced(state: eqx.nn.State, change: Any) -> eqx.nn.State:
         (
             lambda t, w, m, s: (t, w, m, replaced(s, lambda x: x.astype(jnp.int32))),
             ValueError,
-            r"Centred.mean is int32\[8, 8\], and has to be float32\[8, 8\]; keep",
+            r"Centred.mean is int32\[8, 8\], .* float32\[8, 8\]",
         ),
         (
             lambda t, w, m, s: (t, w, m, replaced(s, lambda x: x[None])),
             ValueError,
-            r"Centred.mean is float32\[1, 8, 8\], and has to be float32\[8, 8\]",
+            r"Centred.mean is float32\[1, 8, 8\], .* float32\[8, 8\]",
         ),
         (
             lambda t, w, m, s: (t, w, m, eqx.nn.make_with_state(Other)()[1]),
             ValueError,
-            r"Centred.mean is absent, and has to be float32\[8, 8\]",
+            r"Centred.mean is absent, .* float32\[8, 8\]",
         ),
     ],
 )

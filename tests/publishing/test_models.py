@@ -289,7 +289,7 @@ def test_only_regular_files_inside_are_verified(folder, tmp_path, name, make, me
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("checksums.json", "checksums.json is no regular file"),
+        ("checksums.json", r"checksums.json .* regular file"),
         ("config.json", r"it has no config\.json|config\.json is damaged: it is no regular file"),
         ("model.safetensors", "has neither model.safetensors nor"),
         ("model-00001-of-00004.safetensors", "no regular file: .*00001|00001.* is no regular"),
@@ -423,7 +423,7 @@ def test_malformed_configurations_are_refused_or_harmless(tmp_path, monkeypatch,
     ("changes", "message"),
     [
         ({"pooling": "max"}, r"config\.json: pooling='max': .* \['auto', 'mean'"),
-        ({"pooling": ...}, "the field pooling is missing"),
+        ({"pooling": ...}, r"field pooling .* missing"),
         ({"width": 3, "zoo": "9.9"}, "no field width .*hidden_size.*version '9.9'"),
         ({"num_classes": "3"}, "num_classes='3':"),
         ({"config": [1]}, r"config=\[1\]: must be"),
@@ -463,7 +463,7 @@ def test_published_names_load_from_shelf(folder, tmp_path, monkeypatch):
     assert card.family == "net"
     assert "A net. ✓" in card.text
     assert_same(zoo.load("tiny"), net())
-    with pytest.raises(PublishError, match="shelf, which has: tiny"):
+    with pytest.raises(PublishError, match=r"shelf, .* tiny"):
         zoo.load("tinny")
     monkeypatch.chdir(tmp_path)
     zoo.save("tiny", net(embed=4))

@@ -78,7 +78,7 @@ def test_out_of_range_fields_are_named(field, value, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"run_dir": ""}, "run_dir='': a run has a folder of its own"),
+        ({"run_dir": ""}, "run_dir='':"),
         ({"epochs": 0.0}, r"epochs=0\.0:"),
         ({"epochs": 2.0, "steps": 7}, r"epochs=2\.0 and steps=7:"),
     ],

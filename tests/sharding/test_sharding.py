@@ -157,7 +157,7 @@ class Unknown(eqx.Module):
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        (Unknown(jnp.zeros((8, 8))), "table: the logical axis 'colour' is not in the .* rules"),
+        (Unknown(jnp.zeros((8, 8))), r"table: .* 'colour' .* rules"),
         ({"a": part((8, 3))}, r"a\.weight of shape \(8, 3\): the size 3 .* tensor=2"),
         (
             eqx.tree_at(lambda p: p.weight, part(), jnp.zeros(8)),

@@ -177,7 +177,7 @@ def test_targets_are_chosen_by_path():
     with pytest.raises(ValueError, match=r"targets='blocks.mpl.\*' .* those are"):
         lora.adapt(model, lora.Config(targets=("blocks.mpl.*",)), key=KEY)
     tiny = mlp.MLP(mlp.Config(4, 2, num_layers=1), key=KEY)
-    with pytest.raises(ValueError, match="the model has no other matrix"):
+    with pytest.raises(ValueError, match="other matrix"):
         lora.adapt(tiny, lora.Config(), key=KEY)
     for name, value in (("rank", 0), ("alpha", 0.0), ("dropout", 1.0)):
         with pytest.raises(ValueError, match=f"{name}={value}"):
