@@ -63,7 +63,7 @@ def shardings(tree: PyTree, mesh: Mesh | Layout) -> Any:
 
 
 def like_parameters(tree: PyTree, parameters: PyTree, mesh: Mesh | Layout) -> Any:
-    """The NamedSharding of optimizer state: an array whose path ends in a parameter's has that one's.
+    """NamedShardings of optimizer state: an array whose path ends in a parameter's has that one's.
 
     An array of the parameter's shape, or of that shape less one axis (a factored second moment),
     is sharded alike. What belongs to no parameter is replicated: counters, placeholders.
