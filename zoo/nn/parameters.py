@@ -27,6 +27,11 @@ Tree = TypeVar("Tree")
 
 
 def resolve(tree: Tree) -> Tree:
+    """The tree with operands as arrays."""
+    return jax.tree.map(lambda x: x.value() if is_operand(x) else x, tree, is_leaf=is_operand)
+
+
+def resolve_for_use(tree: Tree) -> Tree:
     """The tree with operands as arrays, but where they may be used as they are."""
     if not any(map(is_operand, jax.tree.leaves(tree, is_leaf=is_operand))):
         return tree
@@ -93,7 +98,7 @@ def cast_for_use(tree: Tree) -> Tree:
 
     An `Operand` stays, with its arrays cast, where the annotation of its place says that it may.
     """
-    dtype, tree = _compute_dtype.value, resolve(tree)
+    dtype, tree = _compute_dtype.value, resolve_for_use(tree)
     return tree if dtype is None else cast(tree, dtype)
 
 

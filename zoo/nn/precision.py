@@ -22,7 +22,7 @@ from zoo.nn.parameters import (
     casts_at_use,
     casts_inputs,
     computing_in,
-    resolve,
+    resolve_for_use,
     unshard_foreign,
 )
 from zoo.sharding.axes import keystr
@@ -120,7 +120,7 @@ def in_precision(model: Tree, precision: Precision | str) -> Iterator[Tree]:
     dtype, operands = compute_dtype(precision), None if scheme is None else scheme.operands
     with computing_in(dtype, operands), exact_products(precision):
         if not casts_at_use(model):
-            model = stateful.cast_around(resolve(model), dtype)
+            model = stateful.cast_around(resolve_for_use(model), dtype)
         yield unshard_foreign(model)
 
 
