@@ -191,20 +191,8 @@ def prepared_text(config: Source, prepared: Prepared, *, seed: int, closed: bool
         return (kind or BucketedDataset)(corpus, *bucketed, cache=config.cache)
 
     train, held_out = dataset(prepared.train), dataset(prepared.held_out)
-    found = described(manifest.special_tokens, prepared.reading == "parse")
+    found = manifest.describe_special_tokens("--data.special-tokens")
     return Text(tokenizer, train, held_out, manifest.classes, prepared, found)
-
-
-def described(count: int, parsed: bool, flag: str = "--data.special-tokens") -> str:
-    """The number of special tokens, or of their names that are plain text, in words."""
-    if not count:
-        return ""
-    if parsed:
-        return f"{count:,} special tokens parsed"
-    return (
-        f"the text has {count:,} names of special tokens, read as plain characters: {flag} parse "
-        "makes tokens of them"
-    )
 
 
 def check_label(config: Source, label: str | None) -> None:

@@ -11,7 +11,6 @@ from zoo.data.prepared import format
 from zoo.data.prepared.engines import Engine
 from zoo.data.prepared.format import DamagedError, Manifest, Shard, ShardRecord
 from zoo.data.prepared.prepare import prepare
-from zoo.data.text import described
 from zoo.data.tokenizer import Reading
 
 
@@ -78,8 +77,7 @@ def summary(manifest: Manifest, out: str) -> str:
             f"             {manifest.empty:,} documents without a token, the first of them "
             f"{manifest.first_empty}"
         )
-    parsed = manifest.options.get("special_tokens") == "parse"
-    if found := described(manifest.special_tokens, parsed, "--special-tokens"):
+    if found := manifest.describe_special_tokens("--special-tokens"):
         lines.append(f"             {found}")
     lines.append(f"to train:    python -m recipes.lm --data {out}")
     return "\n".join(lines)

@@ -29,7 +29,7 @@ import xxhash
 from jaxtyping import Integer, UInt8
 
 from zoo.common.files import Location
-from zoo.data.tokenizer import Tokenizer
+from zoo.data.tokenizer import Reading, Tokenizer
 
 MANIFEST, TOKENIZER, SHARDS = "manifest.json", "tokenizer", "shards"
 TOKENS, WEIGHTS, TRAIN, HELD_OUT = ".tokens", ".weights", ".train", ".held_out"
@@ -130,6 +130,26 @@ class Manifest:
     def fingerprint(self) -> str:
         """A hash of all of the content: equal ones mean equal batches."""
         return _digest(_content(self))
+
+    @property
+    def reading(self) -> Reading:
+        """The reading of special tokens' names with which the corpus was prepared."""
+        given = self.options.get("special_tokens", "text")
+        return given or ("text" if self.framed else "parse")
+
+    def describe_special_tokens(self, flag: str) -> str:
+        """The number of special tokens, or of their names that are plain text, in words.
+
+        `flag` says how to have them read otherwise.
+        """
+        if not self.special_tokens:
+            return ""
+        if self.reading == "parse":
+            return f"{self.special_tokens:,} special tokens parsed"
+        return (
+            f"the text has {self.special_tokens:,} names of special tokens, read as plain "
+            f"characters: {flag} parse makes tokens of them"
+        )
 
     def total(self, part: str) -> PartRecord:
         """The sums of all shards' `train` or `held_out`."""

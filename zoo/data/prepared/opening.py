@@ -29,7 +29,6 @@ from zoo.data.tokenizer import (
     FILE_NAME,
     TRAINED,
     ByteTokenizer,
-    Reading,
     Tokenizer,
     begin_id,
     end_id,
@@ -75,12 +74,6 @@ class Prepared:
                 [only] = part.hashes(0, 1 << 128)
                 ends[i] = (min(limit, number_of(only)), max(limit, number_of(only) + 1))[i]
         return ends[0], ends[1]
-
-    @property
-    def reading(self) -> Reading:
-        """The reading of special tokens' names with which it was prepared."""
-        given = self.manifest.options.get("special_tokens", "text")
-        return given or ("text" if self.manifest.framed else "parse")
 
 
 def open_prepared(folder: Location, cache: Path | None = None) -> Prepared:
@@ -275,7 +268,7 @@ def check_named(prepared: Prepared, config: Any, default: Any) -> None:
     elif spec is not None:
         check_tokenizer(prepared, load_tokenizer(spec), f"data.tokenizer={spec!r}", _REMEDY)
     given = {**prepared.manifest.options, "vocab_size": prepared.tokenizer.vocab_size}
-    given["special_tokens"] = prepared.reading
+    given["special_tokens"] = prepared.manifest.reading
     for name in ("vocab_size", "field", "held_out", "special_tokens"):
         if named.get(name) not in (None, given.get(name), prepared.manifest.options.get(name)):
             raise ValueError(
