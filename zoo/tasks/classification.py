@@ -3,7 +3,6 @@
 Legend of suffixes: M members of an ensemble (one for a model alone), N examples, C classes.
 """
 
-import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -122,7 +121,11 @@ def train(
     save: Save | None = None,
 ) -> PyTree:
     """`fit` a classifier, or an ensemble of several; save it, by `save` if given; return it."""
-    save = save or functools.partial(_save, tokenizer)
+
+    def save_alone(folder: Path, model: PyTree, metrics: dict[str, Any]) -> None:
+        save_model(folder, model, tokenizer=tokenizer, metrics=metrics)
+
+    save = save or save_alone
     trained = loop.fit(run, training, save=save)
     # The last evaluation, of the average if there is one, was of all that is held out.
     run.say(training.evaluate.report)
@@ -134,12 +137,6 @@ def train(
     save(run.folder / "model", trained.model, {**trained.model_metrics, **more})
     run.say(f"the model is in {run.address}/model")
     return trained.model
-
-
-def _save(
-    tokenizer: Tokenizer | None, folder: Path, model: PyTree, metrics: dict[str, Any]
-) -> None:
-    save_model(folder, model, tokenizer=tokenizer, metrics=metrics)
 
 
 class Judge:
