@@ -1,12 +1,9 @@
 import dataclasses
 import json
 import shutil
-import signal
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,9 +13,7 @@ from zoo import sharding
 from zoo.common import checksums, files
 from zoo.common.configuration import may_differ
 from zoo.nn.precision import native_precision
-from zoo.runs import processes
-from zoo.runs.checkpoint import Checkpointer, CheckpointError
-from zoo.runs.command_line import cli
+from zoo.runs.checkpoint import Checkpointer
 from zoo.runs.config import Config, as_json
 from zoo.runs.processes import RunError
 from zoo.runs.run import Run
@@ -350,106 +345,3 @@ def test_sequence_parallel_selects_its_rules(tmp_path):
         assert run.layout.rules == sharding.RULES
     with Run(config(tmp_path, sequence_parallel=True)) as run:
         assert run.layout.rules == sharding.SEQUENCE_PARALLEL
-
-
-# --- The command line -------------------------------------------------------------------------
-
-
-def call(main, monkeypatch, *flags):
-    monkeypatch.setattr(sys, "argv", ["recipe", *flags])
-    cli(RecipeConfig, main, "recipes.some")
-
-
-def test_command_line_builds_the_configuration(monkeypatch):
-    made = []
-    call(made.append, monkeypatch, "--steps", "7", "--model.width", "4", "--mesh", "data=-1")
-    assert made == [RecipeConfig(steps=7, mesh="data=-1", model=Model(width=4))]
-
-
-@pytest.mark.parametrize("error", [RunError, CheckpointError, FileNotFoundError, ImportError])
-def test_user_errors_print_a_message(error, monkeypatch, capsys):
-    def main(config):
-        raise error("this is how")
-
-    with pytest.raises(SystemExit) as exit:
-        call(main, monkeypatch)
-    assert exit.value.code == 1
-    assert capsys.readouterr().err.startswith("error: this is how\n")
-    monkeypatch.setenv("ZOO_TRACEBACK", "1")
-    with pytest.raises(error):
-        call(main, monkeypatch)
-
-
-def test_notes_of_an_error_are_printed(monkeypatch, capsys):
-    def main(config):
-        error = ValueError("this is how")
-        error.add_note("and where")
-        error.add_note(
-            "---\nJAX has removed frames. Set JAX_TRACEBACK_FILTERING=off to include these."
-        )
-        raise error
-
-    with pytest.raises(SystemExit):
-        call(main, monkeypatch)
-    assert capsys.readouterr().err == (
-        "error: this is how\nand where\n(ZOO_TRACEBACK=1 shows where)\n"
-    )
-
-
-def test_internal_errors_keep_their_traceback(monkeypatch):
-    def main(config):
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        call(main, monkeypatch)
-
-
-def test_interrupts_exit_without_traceback(monkeypatch, capsys):
-    def main(config):
-        raise KeyboardInterrupt
-
-    with pytest.raises(SystemExit) as exit:
-        call(main, monkeypatch)
-    assert exit.value.code == 128 + signal.SIGINT
-    assert "the same command resumes" in capsys.readouterr().err
-
-
-def test_a_folder_of_the_first_process_is_handed_on(tmp_path, monkeypatch):
-    sent: dict[str, str] = {}
-    monkeypatch.setattr(processes, "from_first", lambda content: sent.update(content) or sent)
-    (tmp_path / "0" / "templates").mkdir(parents=True)
-    for name in ("tokenizer.json", "templates/tool.jinja"):
-        (tmp_path / "0" / name).write_bytes(name.encode() + b"\xff")
-    for number in range(2):
-        monkeypatch.setattr(jax, "process_index", lambda number=number: number)
-        processes.hand_on(tmp_path / str(number))
-    for name in ("tokenizer.json", "templates/tool.jinja"):
-        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "0" / name).read_bytes()
-
-
-def test_missing_distributed_variable_is_named(tmp_path, monkeypatch):
-    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "127.0.0.1:1")
-    monkeypatch.delenv("JAX_NUM_PROCESSES", raising=False)
-    monkeypatch.setenv("JAX_PROCESS_ID", "0")
-    with pytest.raises(RunError, match="--distributed: JAX_NUM_PROCESSES"):
-        Run(config(tmp_path, distributed=True)).__enter__()
-
-
-# --- The command line -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Wide:
-    width: int = 1
-
-
-@dataclass(frozen=True)
-class Deep:
-    depth: int = 1
-
-
-def test_a_command_line_chooses_among_configurations(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("sys.argv", ["train", "deep", "--depth", "3"])
-    found: list = []
-    cli(Wide | Deep, found.append, "train")
-    assert found == [Deep(3)]

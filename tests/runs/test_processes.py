@@ -1,3 +1,5 @@
+"""The processes of a run: signals that all of them heed, and what they need to find each other."""
+
 import contextlib
 import signal
 import threading
@@ -7,7 +9,10 @@ import numpy as np
 import pytest
 from jax.experimental import multihost_utils
 
-from zoo.runs.processes import SECONDS, Signals, Stopped
+from zoo.runs import processes
+from zoo.runs.config import Config
+from zoo.runs.processes import SECONDS, RunError, Signals, Stopped
+from zoo.runs.run import Run
 
 
 class Clock:
@@ -130,3 +135,24 @@ def test_late_signals_are_passed_on():
         assert taken == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_folder_of_the_first_process_is_handed_on(tmp_path, monkeypatch):
+    sent: dict[str, str] = {}
+    monkeypatch.setattr(processes, "from_first", lambda content: sent.update(content) or sent)
+    (tmp_path / "0" / "templates").mkdir(parents=True)
+    for name in ("tokenizer.json", "templates/tool.jinja"):
+        (tmp_path / "0" / name).write_bytes(name.encode() + b"\xff")
+    for number in range(2):
+        monkeypatch.setattr(jax, "process_index", lambda number=number: number)
+        processes.hand_on(tmp_path / str(number))
+    for name in ("tokenizer.json", "templates/tool.jinja"):
+        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "0" / name).read_bytes()
+
+
+def test_missing_distributed_variable_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "127.0.0.1:1")
+    monkeypatch.delenv("JAX_NUM_PROCESSES", raising=False)
+    monkeypatch.setenv("JAX_PROCESS_ID", "0")
+    with pytest.raises(RunError, match="--distributed: JAX_NUM_PROCESSES"):
+        Run(Config(run_dir=tmp_path / "run", steps=1, distributed=True)).__enter__()
