@@ -73,22 +73,23 @@ class _Pictures:
     def __init__(self, labels: Sequence[int] | np.ndarray, classes: Sequence[str], channels: int):
         self.labels, self.classes = np.asarray(labels, np.int32), tuple(classes)
         self.channels, self.num_skipped = channels, 0
+        self._rows = np.arange(len(labels))  # of the source, which are kept
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, i: Any) -> dict[str, Any]:
         """Row i: `image`, uint8[height, width, channels], and `label`, int32[]."""
-        content, name = self._content(int(i))
+        content, name = self._content(int(self._rows[int(i)]))
         return {"image": decode(content, name, self.channels), "label": self.labels[i]}
 
-    def _content(self, i: int) -> tuple[bytes, str]:
-        """The bytes of a picture, and its name in messages."""
+    def _content(self, row: int) -> tuple[bytes, str]:
+        """The bytes of a picture of the source, and its name in messages."""
         raise NotImplementedError
 
-    def _keep(self, numbers: list[int]) -> None:
+    def _keep(self, numbers: Sequence[int] | np.ndarray) -> None:
         """Keep these rows alone."""
-        raise NotImplementedError
+        self._rows, self.labels = self._rows[numbers], self.labels[numbers]
 
     def _skip_damaged(self) -> None:
         """Leave out, count and log what cannot be decoded, by decoding all once."""
@@ -155,20 +156,17 @@ class Folder(_Pictures):
     @property
     def names(self) -> list[str]:
         """The paths of the pictures in the folder."""
-        return [os.fsdecode(bytes(name)) for name in self._names]
+        return [os.fsdecode(bytes(name)) for name in self._names[self._rows]]
 
-    def chosen(self, numbers: Any) -> "Folder":
+    def chosen(self, numbers: Sequence[int] | np.ndarray) -> "Folder":
         """The pictures of these numbers alone."""
         other = copy.copy(self)
-        other._keep([*map(int, numbers)])
+        other._keep(numbers)
         return other
 
-    def _content(self, i: int) -> tuple[bytes, str]:
-        path = self.folder / os.fsdecode(bytes(self._names[i]))
+    def _content(self, row: int) -> tuple[bytes, str]:
+        path = self.folder / os.fsdecode(bytes(self._names[row]))
         return path.read_bytes(), str(path)
-
-    def _keep(self, numbers: list[int]) -> None:
-        self._names, self.labels = self._names[numbers], self.labels[numbers]
 
 
 def _pictures_in(folder: Path, name: str) -> Iterable[str]:
@@ -211,18 +209,14 @@ class Encoded(_Pictures):
         numbers = {label: i for i, label in enumerate(sorted(set(labels)))}
         require(len(numbers) > 1, f"labels={sorted(numbers)}: two classes at least")
         super().__init__([numbers[x] for x in labels], [str(x) for x in numbers], channels)
-        self._column, self._rows = column, np.arange(len(column))
+        self._column = column
         if skip_damaged:
             self._skip_damaged()
 
-    def _content(self, i: int) -> tuple[bytes, str]:
-        row = int(self._rows[i])
+    def _content(self, row: int) -> tuple[bytes, str]:
         found = self._column[row]
         found = found.as_py() if hasattr(found, "as_py") else found  # of pyarrow
         content = found.get("bytes") if isinstance(found, dict) else found
         if not isinstance(content, bytes):
             raise ValueError(f"row {row} of column: no bytes of a picture")
         return content, f"row {row} of column"
-
-    def _keep(self, numbers: list[int]) -> None:
-        self._rows, self.labels = self._rows[numbers], self.labels[numbers]
