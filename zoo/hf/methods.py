@@ -37,8 +37,6 @@ _OF_GPTQ = words(
     use_cuda_fp16 use_exllama zero_point
     """
 )
-# Where the eight outputs of a word of AWQ's lie in it: it has 0, 2, 4, 6, 1, 3, 5, 7.
-_AWQ = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 
 
 def _gptq(fields: Fields) -> Method:
@@ -83,6 +81,8 @@ class _Words(Matrix):
     """
 
     has_zeros = True
+    places = np.arange(8)
+    """Where the outputs of a word lie in it."""
 
     def __init__(
         self, bits: int, group_size: int, *place: Any, sym: bool = False, one_less: bool = False
@@ -119,13 +119,10 @@ class _Words(Matrix):
             # Added to whole words, as GPTQModel does: a zero of 0 was stored with a borrow.
             ones = 0x01010101 if self.bits == 8 else 0x11111111
             packed = (packed.view(np.uint32) + np.uint32(ones)).view(np.int32)
-        found = self._in_order(self._unpack(packed)).reshape(len(packed), -1)
+        found = self._unpack(packed)[..., self.places[: self.per_word]].reshape(len(packed), -1)
         start = first * self.per_word
         cut = found[groups - groups[0], rows.start - start : rows.stop - start]
         return self._signed(cut.T)
-
-    def _in_order(self, unpacked: np.ndarray) -> np.ndarray:
-        return unpacked
 
     def _unpack(self, packed: np.ndarray) -> np.ndarray:
         """The [..., 8 or 4] numbers of words, lowest bits first."""
@@ -181,6 +178,8 @@ class GptqMatrix(_Words):
 class AwqMatrix(_Words):
     """A matrix in AWQ's layout."""
 
+    places = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # it has 0, 2, 4, 6, 1, 3, 5, 7
+
     def tensors(self) -> dict[str, Expected]:
         shape = self.inputs, self.outputs // self.per_word
         return super().tensors() | {f"{self.name}.qweight": Expected(shape, ("int32",))}
@@ -188,12 +187,9 @@ class AwqMatrix(_Words):
     def codes(self, rows: slice, columns: slice, read: Read) -> np.ndarray:
         first, last = rows.start // self.per_word, -(-rows.stop // self.per_word)
         packed = read(f"{self.name}.qweight", (columns, slice(first, last)))
-        found = self._in_order(self._unpack(packed)).reshape(len(packed), -1).T
+        found = self._unpack(packed)[..., self.places].reshape(len(packed), -1).T
         start = first * self.per_word
         return np.ascontiguousarray(found[rows.start - start : rows.stop - start])
-
-    def _in_order(self, unpacked: np.ndarray) -> np.ndarray:
-        return unpacked[..., _AWQ]
 
 
 _OF_BITSANDBYTES = words(
