@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from zoo.alignment.pair_losses import log_probabilities as log_probabilities
 from zoo.alignment.pairs import PairDataset
 from zoo.alignment.reward_model import Scorer as Scorer
 from zoo.alignment.reward_model import bradley_terry as bradley_terry
+from zoo.common import checksums
 from zoo.common.configuration import require
 from zoo.data import text
 from zoo.runs import evaluation
@@ -166,8 +166,7 @@ def loss_of(config: Config) -> LossFunction:
 def _stored_reference(
     run: Run[Config], base: finetuning.Base, data: text.Text, datasets: dict[str, PairDataset]
 ) -> dict[str, np.ndarray]:
-    made_of = f"{base.pretrained.checksum} {data.fingerprint}"
-    fingerprint = hashlib.sha256(made_of.encode()).hexdigest()
+    fingerprint = checksums.of_values([base.pretrained.checksum, data.fingerprint])
     there = np.int32(run.is_main and (run.folder / REFERENCE).exists())
     values: dict[str, np.ndarray] = {}
     if not multihost_utils.broadcast_one_to_all(there):

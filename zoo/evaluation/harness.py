@@ -1,7 +1,6 @@
 """The zoo's models in EleutherAI's lm-eval, whose tasks then run on them without PyTorch."""
 
 import functools
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from zoo.common import checksums
 from zoo.data.chats import ChatTemplate
 from zoo.data.tokenizer import FILE_NAME, Reading, Tokenizer, begun, end_id, load_tokenizer, reading
 from zoo.evaluation.scorer import LogLikelihood, Scorer, precision_of
@@ -281,13 +281,14 @@ class ZooLM(TemplateLM):
     @property
     def tokenizer_name(self) -> str:
         """A hash of the tokenizer and its chat template, by which lm-eval keeps requests."""
-        return _hash(self._tokenizer_text, self.chat_template(True))
+        return checksums.of_values([self._tokenizer_text, self.chat_template(True)])
 
     @property
     def fingerprint(self) -> str:
         """A hash of all that answers depend on beside the request and lm-eval's own seed."""
         key = jax.random.key_data(self._key).tolist()
-        return _hash(self._tokenizer_text, {**self._info, "pretrained": None, "key": key})
+        answers = {**self._info, "pretrained": None, "key": key}
+        return checksums.of_values([self._tokenizer_text, answers])
 
     @property
     def _tokenizer_text(self) -> str:
@@ -297,10 +298,6 @@ class ZooLM(TemplateLM):
     def get_model_info(self) -> dict[str, Any]:
         """The model's name, checksum, dtype and length, for lm-eval's file of results."""
         return self._info
-
-
-def _hash(*parts: Any) -> str:
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def generation(given: Mapping[str, Any]) -> dict[str, Any]:

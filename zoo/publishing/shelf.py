@@ -6,8 +6,6 @@ A model at an address is fetched into a cache on this machine: each file once, a
 import contextlib
 import dataclasses
 import functools
-import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -191,7 +189,7 @@ class _Listing:
     def cached(self) -> Path:
         """Its folder in the cache, which is keyed by the address and by the files' digest."""
         where = self.store.place
-        key = hashlib.sha256(f"{where} {self.digest}".encode()).hexdigest()[:16]
+        key = checksums.of_values([str(where), self.digest])[:16]
         return inside(files.local_path(CACHE, "cache") / key, where.name or "model", where)
 
 
@@ -256,7 +254,7 @@ def _parsed(content: bytes, where: Location) -> tuple[dict, str]:
         raise PublishError(f"{where} is damaged: {error}; publish the model again") from None
     for name in listed:
         inside(where, name, where / checksums.NAME)
-    return {README: {}} | listed, hashlib.sha256(content).hexdigest()
+    return {README: {}} | listed, checksums.sha256(content)
 
 
 def _plain(store: Store) -> _Listing:
@@ -266,8 +264,8 @@ def _plain(store: Store) -> _Listing:
         name: [info["size"], next((str(info[x]) for x in names if info.get(x)), "")]
         for name, info in sorted(store.listing().items())
     }
-    digest = hashlib.sha256(json.dumps(tags).encode()).hexdigest()
-    return _Listing(store, {name: {"bytes": size} for name, (size, _) in tags.items()}, digest)
+    sizes = {name: {"bytes": size} for name, (size, _) in tags.items()}
+    return _Listing(store, sizes, checksums.of_values([tags]))
 
 
 def _fetch(listing: _Listing, folder: Path) -> None:
@@ -279,6 +277,6 @@ def _fetch(listing: _Listing, folder: Path) -> None:
         raise _ChangedError
     content = store.read(checksums.NAME)
     if content is not None:
-        if hashlib.sha256(content).hexdigest() != listing.digest:
+        if checksums.sha256(content) != listing.digest:
             raise _ChangedError
         (folder / checksums.NAME).write_bytes(content)
