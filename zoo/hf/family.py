@@ -97,18 +97,12 @@ class Family:
         """The model of a configuration, without its arrays."""
         return eqx.filter_eval_shape(lambda key: self.model(config, key=key), jax.random.key(0))
 
-    def places(self, config: Any) -> Mapping[str, Tensor]:
-        """The place of each parameter of a model."""
-        experts = getattr(config, "experts", None)
-        if experts is None or experts.num_experts is not None:
-            return self.tensors
-        return {**self.tensors, **self.without_experts}
-
     def layouts(self, skeleton: PyTree, prefix: str) -> dict[str, Layout]:
         """The layout of each parameter of a model (or of its skeleton), by its path."""
         found: dict[str, Layout] = {}
-        config = skeleton.config
-        places = self.places(config)
+        config, places = skeleton.config, dict(self.tensors)
+        if getattr(getattr(config, "experts", None), "num_experts", 0) is None:
+            places |= self.without_experts
         splits = {name: split(config) for name, split in self.splits.items()}
 
         def add(path: tuple, axes: tuple[str | None, ...], leaf: Any) -> None:
