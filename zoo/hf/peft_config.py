@@ -23,7 +23,7 @@ from zoo.common import configuration
 from zoo.hf.folder import family_of
 from zoo.hf.layouts import LAYER, filled
 from zoo.hf.rules import words
-from zoo.nn.parameters import resolve
+from zoo.nn.products import dequantize
 from zoo.publishing import PublishError
 from zoo.publishing.formats import Base, read_json
 from zoo.publishing.models import ALL_LINEAR
@@ -127,7 +127,7 @@ class Linears(NamedTuple):
 
 def linears(model: PyTree) -> Linears:
     """The modules of a model, with adapters or without."""
-    plain = eqx.filter_eval_shape(resolve, model)
+    plain = eqx.filter_eval_shape(lambda model: dequantize(lora.merge(model)), model)
     try:
         family = family_of(plain)
     except PublishError:
