@@ -80,8 +80,8 @@ TESTS = {
     "quantization/matrix": "test_quantized | test_hf_quantized",
     "rnn/cells": "test_rnn -k 'pytorch or sequential_form or every_parameter' | test_rnn",
     "rnn/recurrence": "test_rnn",
-    "runs/callbacks/evaluations": "test_callbacks -k 'average or early or best or samples' "
-    "| test_callbacks -k 'named or frozen' | test_own_programs -k unfit_metrics",
+    "runs/callbacks/evaluations": "test_evaluations "
+    "| test_hooks -k named | test_own_programs -k unfit_metrics",
     "runs/checkpoint": "test_checkpoint",
     "runs/remote/copies": "test_remote",
     "runs/remote/folder": "test_remote",

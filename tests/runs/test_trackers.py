@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_callbacks import Kill
+from test_hooks import Kill
 from test_loop import config, training
 
 import zoo
