@@ -83,9 +83,9 @@ TESTS = {
     "runs/callbacks/evaluations": "test_evaluations "
     "| test_hooks -k named | test_own_programs -k unfit_metrics",
     "runs/checkpoint": "test_checkpoint",
-    "runs/remote/copies": "test_remote",
+    "runs/remote/copies": "test_copies | test_remote",
     "runs/remote/folder": "test_remote",
-    "runs/remote/lease": "test_remote",
+    "runs/remote/lease": "test_lease | test_remote",
     "common/store": "test_store | test_remote_models",
     "common/store_errors": "test_store_errors",
     "sharding/axes": "test_sharding | test_optimizers",
