@@ -138,7 +138,7 @@ CEILINGS = {
     checkpoint: 4,
     load: 21,
     finetune: 25,
-    adapters: 35,
+    adapters: 34,
     int4_product: 3,
 }
 
