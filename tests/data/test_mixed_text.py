@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from prepared_parts import make_parts, reading
 from stores import proxy
-from test_formats import web, write_parquet
+from test_splits import web, write_parquet
 
 from zoo import text
 from zoo.common.files import AddressError

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import contents
-from test_formats import web  # noqa: F401
+from test_splits import web  # noqa: F401
 
 from zoo import text as zoo_text
 from zoo.__main__ import main
