@@ -337,19 +337,33 @@ def loss_and_gradient(
     return on_mesh(model, mesh, eqx.filter_value_and_grad(total))
 
 
+# The state of this one is the last gradient.
+KEEP_GRADIENT = optax.trace(decay=0.0)
+
+
+def state_and_step(
+    make_model: Callable[..., Any], loss: Any, optimizer: Any = KEEP_GRADIENT, **options: Any
+) -> tuple[zoo.TrainState, Any]:
+    """A state, and a step of that loss in fp32 without clipping unless told otherwise.
+
+    The options are those of `init_state` and `make_train_step`; the key is 0 if not given.
+    """
+    own = {name: options[name] for name in ("mesh", "trainable") if name in options}
+    own |= {name: options.pop(name) for name in ("pretrained", "key") if name in options}
+    state = zoo.init_state(make_model, optimizer, **{"key": jax.random.key(0), **own})
+    options = {"precision": "fp32", "clip_norm": None, **options}
+    return state, zoo.make_train_step(loss, optimizer, **options)
+
+
 def one_step(
     make_model: Callable[..., Any], loss: Callable[..., Any], batch: Batch, **options: Any
 ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     """The metrics of a step of plain descent in fp32, and the gradients, which it takes away.
 
-    `make_model` and the options are those of `init_state` and `make_train_step`.
+    The options are those of `state_and_step`.
     """
-    own = {name: options[name] for name in ("mesh", "trainable") if name in options}
-    pretrained = {"pretrained": options.pop("pretrained")} if "pretrained" in options else {}
-    descent = optax.sgd(1.0)
-    state = zoo.init_state(make_model, descent, key=jax.random.key(0), **own, **pretrained)
+    state, step = state_and_step(make_model, loss, optax.sgd(1.0), **options)
     before = arrays(copy(eqx.filter(state.model, eqx.is_inexact_array)))
-    step = zoo.make_train_step(loss, descent, **{"precision": "fp32", "clip_norm": None, **options})
     state, metrics = step(state, batch)
     after = arrays(copy(state.model))
     assert not metrics["skipped"]

@@ -67,7 +67,7 @@ TESTS = {
     "-k 'whole_ones or go_around or closed_form or dtype_of' | test_attention",
     "nn/precision": "test_precision | test_step -k 'fp16 or bf16'",
     "nn/products": "test_precision -k 'product or matmul or bf16 or frozen or cast' "
-    "| test_precision | test_products | test_rounded_products | test_quantized "
+    "| test_precision | test_products | test_int8_training | test_quantized "
     "| test_lora | test_moe",
     **dict.fromkeys(
         (f"nn/recurrences/{x}" for x in ("chunks", "gated_deltanet", "mamba2", "mlstm")),
@@ -76,7 +76,7 @@ TESTS = {
     "nn/remat": "test_remat | test_mixers",
     "publishing/models": "test_lora",
     "quantization/codes": "test_quantized | test_hf_quantized",
-    "quantization/int8_training": "test_rounded_products | test_rounded_products -m slow",
+    "quantization/int8_training": "test_int8_training | test_int8_training -m slow",
     "quantization/matrix": "test_quantized | test_hf_quantized",
     "rnn/cells": "test_rnn -k 'pytorch or sequential_form or every_parameter' | test_rnn",
     "rnn/recurrence": "test_rnn",

@@ -17,12 +17,11 @@ import equinox as eqx
 import fsspec
 import jax
 import numpy as np
-import optax
 import pytest
 import safetensors.numpy
 from damage import KINDS, hurt
 from fsspec.implementations.memory import MemoryFile
-from helpers import arrays, assert_trees_close, drawn_model, token_batch
+from helpers import arrays, assert_trees_close, drawn_model, state_and_step, token_batch
 from hypothesis import HealthCheck, assume, given, note, settings
 from hypothesis import strategies as st
 from stores import tree
@@ -190,8 +189,6 @@ SIZES = [
     for tensor in range(1, 9)
     if 1 < data * fsdp * tensor <= 8
 ]
-# The state of this one is the last gradient.
-KEEP_GRADIENT = optax.trace(decay=0.0)
 
 
 class World(NamedTuple):
@@ -328,8 +325,7 @@ WORLDS = {"transformer": draw_transformer, "rnn": draw_rnn}
 
 def loss_and_gradient(world: World, **where: Any) -> tuple[float, Any]:
     model = drawn_model(lambda key: world.make_model(key=key))
-    state = zoo.init_state(lambda key: model, KEEP_GRADIENT, key=jax.random.key(0), **where)
-    step = zoo.make_train_step(world.loss, KEEP_GRADIENT, precision="fp32", clip_norm=None, **where)
+    state, step = state_and_step(lambda key: model, world.loss, **where)
     state, metrics = step(state, world.batch)
     return float(metrics["loss"]), state.opt_state.trace
 

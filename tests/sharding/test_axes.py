@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from equinox import nn
-from helpers import arrays
+from helpers import arrays, state_and_step
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PyTree
@@ -521,8 +521,7 @@ def nets_loss(model: Any, batch: Any, key: Any) -> tuple[Array, Array, dict]:
 def trained(optimizer: Any, mesh: Any, names: set[str]) -> tuple[list, dict[str, Any]]:
     """The metrics of three steps, and the parameters after them."""
     make_model = lambda key: {name: net for name, net in nets(key).items() if name in names}
-    state = zoo.init_state(make_model, optimizer, key=KEY, mesh=mesh)
-    step = zoo.make_train_step(nets_loss, optimizer, mesh=mesh, precision="fp32")
+    state, step = state_and_step(make_model, nets_loss, optimizer, mesh=mesh, clip_norm=1.0)
     metrics = []
     for _ in range(3):
         state, found = step(state, nets_batch())

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import arrays, assert_trees_close, make_transformer
+from helpers import arrays, assert_trees_close, make_transformer, state_and_step
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
@@ -100,10 +100,9 @@ def stepped() -> tuple[TrainState, TrainState]:
     )
     states = []
     for spec in ("fsdp=2,tensor=2", ""):
-        mesh = zoo.make_mesh(spec)
         make_model = lambda key: Nets({name: Net() for name in OPTIMIZERS})
-        state = zoo.init_state(make_model, optimizer, key=KEY, mesh=mesh)
-        step = zoo.make_train_step(nets_loss, optimizer, mesh=mesh, precision="fp32")
+        options = {"mesh": zoo.make_mesh(spec), "clip_norm": 1.0}
+        state, step = state_and_step(make_model, nets_loss, optimizer, **options)
         for _ in range(2):
             state, _ = step(state, {"weights": np.ones(4, np.float32)})
         states.append(state)

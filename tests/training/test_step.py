@@ -13,6 +13,7 @@ import optax
 import pytest
 from helpers import (
     FAMILIES,
+    KEEP_GRADIENT,
     Batch,
     Family,
     arrays,
@@ -23,6 +24,7 @@ from helpers import (
     make_transformer,
     only_norms,
     parameters,
+    state_and_step,
     token_batch,
 )
 from jaxtyping import Array, Float
@@ -43,17 +45,6 @@ from zoo.training.state import (
 
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
 KEY = jax.random.key(0)
-
-
-# The state of this one is the last gradient.
-KEEP_GRADIENT = optax.trace(decay=0.0)
-
-
-def state_and_step(make_model: Any, loss: Any, optimizer: Any = KEEP_GRADIENT, **options: Any):
-    """A state, and a step in fp32 without clipping unless told otherwise."""
-    state = zoo.init_state(make_model, optimizer, key=KEY, mesh=options.get("mesh"))
-    options = {"precision": "fp32", "clip_norm": None, **options}
-    return state, zoo.make_train_step(loss, optimizer, **options)
 
 
 # Meshes
@@ -671,12 +662,9 @@ def test_skipping_branches_only_on_cpu(platform: str, monkeypatch: pytest.Monkey
 
 
 def frozen_state_and_step(pretrained: Any, mesh: Any = None, **options: Any) -> Any:
-    options = {"trainable": only_norms, "mesh": mesh, **options}
-    state = zoo.init_state(
-        lambda key, model: model, optax.adam(0.1), key=KEY, pretrained=pretrained, **options
-    )
-    step = zoo.make_train_step(losses.next_token, optax.adam(0.1), precision="fp32", **options)
-    return state, step
+    options = {"trainable": only_norms, "mesh": mesh, "pretrained": pretrained, **options}
+    make = lambda key, model: model
+    return state_and_step(make, losses.next_token, optax.adam(0.1), clip_norm=1.0, **options)
 
 
 def test_frozen_parameters_are_on_the_device_once_in_their_own_dtype():

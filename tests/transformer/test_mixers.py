@@ -19,6 +19,7 @@ from helpers import (
     loss_and_gradient,
     make_transformer,
     small_config,
+    state_and_step,
     token_batch,
     with_config,
 )
@@ -262,11 +263,9 @@ def test_the_mesh_does_not_change_losses_and_gradients(kind, spec):
 
 @pytest.mark.slow
 def test_a_hybrid_trains_on_a_mesh_in_low_precision():
-    optimizer, mesh = optax.adam(1e-2), zoo.make_mesh("data=2,fsdp=2,tensor=2")
-    make = make_transformer(**hybrid(num_layers=2, dropout=0.1, **GATED))
-    state = zoo.init_state(make, optimizer, key=KEY, mesh=mesh)
-    step = zoo.make_train_step(losses.next_token, optimizer, mesh=mesh, precision="bf16")
-    found = []
+    make, found = make_transformer(**hybrid(num_layers=2, dropout=0.1, **GATED)), []
+    options: Any = {"mesh": zoo.make_mesh("data=2,fsdp=2,tensor=2"), "precision": "bf16"}
+    state, step = state_and_step(make, losses.next_token, optax.adam(1e-2), **options)
     for _ in range(8):
         state, metrics = step(state, token_batch())
         found.append(float(metrics["loss"]))

@@ -22,6 +22,7 @@ from helpers import (
     make_transformer,
     pad_tokens,
     small_config,
+    state_and_step,
     token_batch,
     value_and_gradients,
 )
@@ -569,11 +570,9 @@ def test_router_z_loss_matches_independent_numpy_formula():
 @functools.cache
 def biases_after(spec: str, accumulate: int) -> list[np.ndarray]:
     """The biases after each of two steps, and the gradient's norm in the last."""
-    mesh, optimizer = zoo.make_mesh(spec), optax.sgd(0.0)
-    options: dict = {"mesh": mesh, "precision": "fp32", "accumulate": accumulate}
-    make_model = make_transformer(**BIASED)
-    state = zoo.init_state(make_model, optimizer, key=jax.random.key(0), mesh=mesh)
-    step, found = zoo.make_train_step(losses.balanced_next_token(0.0), optimizer, **options), []
+    options: dict = {"mesh": zoo.make_mesh(spec), "accumulate": accumulate}
+    make_model, loss, found = make_transformer(**BIASED), losses.balanced_next_token(0.0), []
+    state, step = state_and_step(make_model, loss, optax.sgd(0.0), **options)
     for _ in range(2):
         state, metrics = step(state, token_batch(8, 16))
         found.append(np.asarray(state.model.blocks.mlp.bias.value))

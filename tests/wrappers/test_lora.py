@@ -23,6 +23,7 @@ from helpers import (
     make_rnn,
     make_transformer,
     one_step,
+    state_and_step,
     token_batch,
     value_and_gradients,
 )
@@ -109,17 +110,10 @@ def test_bf16_adapters_merge_in_fp32():
 
 def train(family, mesh=None, steps=3, config=CONFIG, precision="fp32", optimizer=None):
     optimizer = optimizer or optax.adamw(1e-2, mask=zoo.optimizers.matrices)
-    options = {"mesh": mesh, "trainable": lora.trainable}
-    base = begun(family)
-    state = zoo.init_state(
-        lambda key, model: lora.adapt(model, config, key=key),
-        optimizer,
-        key=jax.random.key(1),
-        pretrained=base,
-        **options,
-    )
-    step = zoo.make_train_step(family.loss, optimizer, precision=precision, **options)
-    found = []
+    options = {"mesh": mesh, "trainable": lora.trainable, "precision": precision}
+    base, make, found = begun(family), lambda key, model: lora.adapt(model, config, key=key), []
+    options |= {"pretrained": base, "key": jax.random.key(1), "clip_norm": 1.0}
+    state, step = state_and_step(make, family.loss, optimizer, **options)
     for _ in range(steps):
         state, metrics = step(state, family.make_batch(8, 16, 0))
         found.append(float(metrics["loss"]))
@@ -251,10 +245,9 @@ def test_adapters_that_cannot_be_reloaded_are_refused(tmp_path):
 
 def test_frozen_parts_have_no_optimizer_state():
     chosen = frozen(("embedding.*", "blocks.mlp.*"))
-    optimizer = optax.adam(1e-2)
-    state = zoo.init_state(make_transformer(), optimizer, key=KEY, trainable=chosen)
+    options = {"optimizer": optax.adam(1e-2), "trainable": chosen}
+    state, step = state_and_step(make_transformer(), losses.next_token, **options)
     before = copy(state.model)
-    step = zoo.make_train_step(losses.next_token, optimizer, trainable=chosen, precision="fp32")
     state, _ = step(state, token_batch())
     for name, array in arrays(state.model).items():
         still = name.startswith(("embedding.", "blocks.mlp."))
@@ -304,16 +297,10 @@ def test_local_base_paths_are_saved_absolute(saved, monkeypatch):
 
 def step_jaxpr(base, config, precision="bf16", loss=losses.next_token):
     """The program of a step that trains adapters, or all parameters."""
-    optimizer = optax.sgd(1e-2)
-    trainable = None if config is None else lora.trainable
-    state = zoo.init_state(
-        lambda key, model: model if config is None else lora.adapt(model, config, key=key),
-        optimizer,
-        key=KEY,
-        pretrained=base,
-        trainable=trainable,
-    )
-    step = zoo.make_train_step(loss, optimizer, precision=precision, trainable=trainable)
+    make = lambda key, model: model if config is None else lora.adapt(model, config, key=key)
+    options = {"pretrained": base, "trainable": None if config is None else lora.trainable}
+    options |= {"precision": precision, "clip_norm": 1.0}
+    state, step = state_and_step(make, loss, optax.sgd(1e-2), **options)
     return step.trace(state, token_batch(8, 16)).jaxpr.jaxpr
 
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import arrays, assert_trees_close, drawn_rnn, drawn_transformer
+from helpers import arrays, assert_trees_close, drawn_rnn, drawn_transformer, state_and_step
 
 import zoo
 from zoo import lora, losses
@@ -69,14 +69,10 @@ def test_a_model_computes_with_the_new_rows_and_its_base_without(tied):
 
 
 def test_training_changes_the_chosen_rows_alone():
-    optimizer, layout = optax.adam(0.1), zoo.make_mesh("fsdp=2,tensor=2")
-    state = zoo.init_state(
-        lambda key, model: adapted(model, tokens=NEW, whole=("head.weight",)),
-        optimizer, key=KEY, pretrained=small(), trainable=lora.trainable, mesh=layout,
-    )  # fmt: skip
-    step = zoo.make_train_step(
-        losses.next_token, optimizer, precision="fp32", trainable=lora.trainable, mesh=layout
-    )
+    make = lambda key, model: adapted(model, tokens=NEW, whole=("head.weight",))
+    options = {"pretrained": small(), "trainable": lora.trainable, "clip_norm": 1.0}
+    options |= {"mesh": zoo.make_mesh("fsdp=2,tensor=2")}
+    state, step = state_and_step(make, losses.next_token, optax.adam(0.1), **options)
     for _ in range(3):
         state, metrics = step(state, batch())
     before, after = arrays(small()), arrays(lora.merge(state.model))
