@@ -19,6 +19,14 @@ from zoo.planning import job as planning_job
 from zoo.training import chips
 
 TEXTS = Path(__file__).parents[1] / "golden" / "hlo"
+REDUCED = "channel_id=1, replica_groups=[1,4]<=[4], to_apply=%add"
+
+
+def program_of(main, **computations):
+    """A program of instructions, a line each, and of further computations by their names."""
+    bodies = {**{f"%{name}": body for name, body in computations.items()}, "ENTRY %main": main}
+    text = [f"{name} (x: f32[]) -> f32[] {{{body}}}\n" for name, body in bodies.items()]
+    return hlo.read("\n".join(["HloModule m\n", *text]))
 
 
 # The reader of compiled programs.
@@ -49,47 +57,35 @@ def test_fused_tpu_collectives_are_counted():
 
 def test_collectives_of_one_channel_count_each():
     """As `shard_map` gives all of its own the first."""
-    text = """HloModule m
-
-%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %sum = f32[] add(%a, %b)
-}
-
-ENTRY %main (p: f32[16]) -> f32[16] {
-  %p = f32[16]{0} parameter(0)
-  %x = f32[16]{0} all-reduce(%p), channel_id=1, replica_groups=[1,4]<=[4], to_apply=%add
-  ROOT %r = f32[16]{0} all-reduce(%x), channel_id=1, replica_groups=[1,4]<=[4], to_apply=%add
-}
-"""
-    found = collectives.collectives(hlo.read(text))
+    program = program_of(f"""
+  %p = f32[16]{{0}} parameter(0)
+  %x = f32[16]{{0}} all-reduce(%p), {REDUCED}
+  ROOT %r = f32[16]{{0}} all-reduce(%x), {REDUCED}
+""")
+    found = collectives.collectives(program)
     assert [(c.kind, c.bytes) for c in found] == [("all-reduce", 2 * 64 * 3 / 4)] * 2
     chip = chips.CHIPS["v5e"]
     where = collectives.Topology(chip, (4, 1), (0,) * 4, tuple((x, 0) for x in range(4)))
     seconds = [where.transfer(each).seconds for each in found]
-    assert roofline.times(hlo.read(text), where, {}).links == pytest.approx(sum(seconds))
+    assert roofline.times(program, where, {}).links == pytest.approx(sum(seconds))
 
 
 def test_gradients_that_are_scattered_in_fusions_of_one_channel_count_each():
     """As a TPU's compiler makes them of the sums of a `shard_map`."""
-    fused = """%scatter.N (x: f32[16]) -> f32[4] {
-  %x = f32[16]{0} parameter(0)
-  %sum.N = f32[16]{0} all-reduce(%x), channel_id=1, replica_groups=[1,4]<=[4], to_apply=%add
+    fused = f"""
+  %x = f32[16]{{0}} parameter(0)
+  %sumN = f32[16]{{0}} all-reduce(%x), {REDUCED}
   %at = s32[] constant(0)
-  ROOT %cut.N = f32[4]{0} dynamic-slice(%sum.N, %at), dynamic_slice_sizes={4}
-}
-
+  ROOT %cutN = f32[4]{{0}} dynamic-slice(%sumN, %at), dynamic_slice_sizes={{4}}
 """
-    text = """ENTRY %main (p: f32[16]) -> (f32[4], f32[4]) {
+    main = """
   %p = f32[16]{0} parameter(0)
-  %y = f32[4]{0} fusion(%p), kind=kCustom, calls=%scatter.1
-  %z = f32[4]{0} fusion(%p), kind=kCustom, calls=%scatter.2
+  %y = f32[4]{0} fusion(%p), kind=kCustom, calls=%scatter1
+  %z = f32[4]{0} fusion(%p), kind=kCustom, calls=%scatter2
   ROOT %r = (f32[4]{0}, f32[4]{0}) tuple(%y, %z)
-}
 """
-    both = "".join(fused.replace(".N", f".{number}") for number in (1, 2))
-    found = collectives.collectives(hlo.read(f"HloModule m\n\n{both}{text}"))
+    both = {f"scatter{number}": fused.replace("N", number) for number in "12"}
+    found = collectives.collectives(program_of(main, **both))
     assert [(c.kind, c.bytes) for c in found] == [("reduce-scatter", 64 * 3 / 4)] * 2
 
 
@@ -103,17 +99,13 @@ def test_unknown_loops_count_once_and_a_plan_refuses_them():
 
 
 def test_lines_after_a_kernel_are_read():
-    text = """HloModule m
-
-ENTRY %main (p: f32[16]) -> f32[16] {
+    program = program_of("""
   %p = f32[16]{0} parameter(0)
   %k = f32[16]{0} custom-call(%p), custom_call_target="tpu_custom_call", attributes={metadata={
 "xprof_metadata":"{\\"block_q\\": 512}"
 }}, metadata={op_name="jit(f)/kernel"}
   ROOT %r = f32[16]{0} negate(%k)
-}
-"""
-    program = hlo.read(text)
+""")
     assert program.entry.root.name == "r"
     assert program.entry.instructions["k"].op_name == "jit(f)/kernel"
     assert costs.memory_traffic(program) == 2 * 64  # the kernel's is counted by its blocks
@@ -169,22 +161,18 @@ def test_a_scan_gathers_and_reads_each_layer_once():
 
 
 def test_what_is_read_of_a_table_and_what_is_moved_is_counted():
-    text = """HloModule m
-
-%other_layout (p: s8[100,64]) -> s8[100,64] {
+    other_layout = """
   %p = s8[100,64]{1,0:T(32,128)} parameter(0)
   ROOT %copy = s8[100,64]{1,0:T(8,128)} copy(%p)
-}
-
-%fused (p: s8[100,64], i: s32[2]) -> f32[2,64] {
+"""
+    fused = """
   %p = s8[100,64]{1,0:T(32,128)} parameter(0)
   %i = s32[2]{0} parameter(1)
   %same = s8[100,64]{1,0:T(8,128)} fusion(%p), kind=kLoop, calls=%other_layout
   %wide = f32[100,64]{1,0} convert(%same)
   ROOT %rows = f32[2,64]{1,0} gather(%wide, %i), offset_dims={1}
-}
-
-ENTRY %main (t: s8[100,64], i: s32[2], w: bf16[32,8]) -> f32[2,64] {
+"""
+    main = """
   %t = s8[100,64]{1,0} parameter(0)
   %i = s32[2]{0} parameter(1)
   %w = bf16[32,8]{1,0} parameter(2)
@@ -194,33 +182,29 @@ ENTRY %main (t: s8[100,64], i: s32[2], w: bf16[32,8]) -> f32[2,64] {
   %slice-start = ((bf16[32,8]{1,0}), bf16[4,8]{1,0}, s32[]{:S(2)}) slice-start(%w), slice={[0:4]}
   %slice-done = bf16[4,8]{1,0} slice-done(%slice-start)
   ROOT %rows = f32[2,64]{1,0} fusion(%t, %i), kind=kLoop, calls=%fused
-}
 """
     gather, copy, part = 2 * 2 * 64 + 2 * 4, 2 * 32 * 8, 2 * 2 * 4 * 8
     fusion = 2 * 64 + 2 * 4 + 4 * 2 * 64
-    assert costs.memory_traffic(hlo.read(text)) == gather + copy + part + fusion
+    program = program_of(main, other_layout=other_layout, fused=fused)
+    assert costs.memory_traffic(program) == gather + copy + part + fusion
 
 
 def test_a_fusion_in_a_fusion_reads_what_it_slices():
-    text = """HloModule m
-
-%inner (q: f32[10,64], j: s32[]) -> f32[1,64] {
+    inner = """
   %q = f32[10,64] parameter(0)
   %j = s32[] parameter(1)
   ROOT %slice = f32[1,64] dynamic-slice(%q, %j, %j), dynamic_slice_sizes={1,64}
-}
-
-%fused (p: f32[10,64], i: s32[]) -> f32[1,64] {
+"""
+    fused = """
   %p = f32[10,64] parameter(0)
   %i = s32[] parameter(1)
   %one = f32[1,64] fusion(%p, %i), kind=kLoop, calls=%inner
   ROOT %twice = f32[1,64] add(%one, %one)
-}
-
-ENTRY %main (t: f32[10,64], k: s32[]) -> f32[1,64] {
+"""
+    main = """
   %t = f32[10,64] parameter(0)
   %k = s32[] parameter(1)
   ROOT %r = f32[1,64] fusion(%t, %k), kind=kLoop, calls=%fused
-}
 """
-    assert costs.memory_traffic(hlo.read(text)) == 64 * 4 + 4 + 64 * 4
+    program = program_of(main, inner=inner, fused=fused)
+    assert costs.memory_traffic(program) == 64 * 4 + 4 + 64 * 4
