@@ -88,7 +88,7 @@ TESTS = {
     "runs/remote/lease": "test_lease | test_remote",
     "common/store": "test_store | test_remote_models",
     "common/store_errors": "test_store_errors",
-    "sharding/axes": "test_sharding | test_optimizers",
+    "sharding/axes": "test_axes | test_sharding | test_optimizers",
     "sharding/mesh": "test_sharding",
     "sharding/placement": "test_sharding",
     "sharding/rules": "test_sharding | test_optimizers",
