@@ -39,7 +39,7 @@ TESTS = {
     "data/prepared/format": "test_corpus | test_prepare",
     "alignment/pairs": "test_preferences -k 'not optimum and not gradient'",
     "data/prepared/hashes": "test_prepare",
-    "data/prepared/opening": "test_opening | test_mixed_text | test_text",
+    "data/prepared/opening": "test_opening | test_mixtures | test_mixed_text | test_text",
     "data/corpus": "test_corpus | test_mixed_text",
     "data/prepared/prepare": "test_prepare",
     "data/prepared/tokenizing": "test_prepare | test_text | test_rows",
