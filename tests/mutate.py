@@ -67,7 +67,7 @@ TESTS = {
     "-k 'whole_ones or go_around or closed_form or dtype_of' | test_attention",
     "nn/precision": "test_precision | test_step -k 'fp16 or bf16'",
     "nn/products": "test_precision -k 'product or matmul or bf16 or frozen or cast' "
-    "| test_precision | test_products | test_int8_training | test_quantized "
+    "| test_precision | test_products | test_int8_training | test_matrix "
     "| test_lora | test_moe",
     **dict.fromkeys(
         (f"nn/recurrences/{x}" for x in ("chunks", "gated_deltanet", "mamba2", "mlstm")),
@@ -75,9 +75,9 @@ TESTS = {
     ),
     "nn/remat": "test_remat | test_mixers",
     "publishing/models": "test_lora",
-    "quantization/codes": "test_quantized | test_hf_quantized",
+    "quantization/codes": "test_matrix | test_quantization",
     "quantization/int8_training": "test_int8_training | test_int8_training -m slow",
-    "quantization/matrix": "test_quantized | test_hf_quantized",
+    "quantization/matrix": "test_matrix | test_quantization",
     "rnn/cells": "test_rnn -k 'pytorch or sequential_form or every_parameter' | test_rnn",
     "rnn/recurrence": "test_rnn",
     "runs/callbacks/evaluations": "test_evaluations "
@@ -97,7 +97,7 @@ TESTS = {
     "training/chunked_loss": "test_losses | test_step -k logits_in_chunks",
     "alignment/distillation": "test_distillation -k 'not unfit and not go_together' "
     "| test_distillation | test_distillation -m slow",
-    "training/loss_values": "test_checks -k 'accept or entries' "
+    "training/loss_values": "test_loss_values -k 'accept or entries' "
     "| test_step -k 'malformed or reserved or plain_numbers or sums_without' "
     "| test_stateful -k 'refused or fourth or needs_no_new or leaves_its_states' "
     "| test_precision -k wrappers | test_own_programs -k 'metric or vector or divides'",

@@ -76,28 +76,43 @@ def test_every_module_has_a_room():
     assert len(entries) <= 22, sorted(entries)
 
 
+# Tests of whole programs, of servers and processes, and three whose module has a namesake.
+ELSEWHERE = {"attention_cache", "faults", "mixers", "multiprocess", "recipes", "remote_data"}
+ELSEWHERE |= {"remote_models", "remote_servers", "serving"}
+ELSEWHERE |= {"eval_command", "export_command", "plan_command"}
+
+
+def test_tests_have_the_names_of_modules():
+    """So that a stranger finds a module's tests; a room or a folder in it is a name too."""
+    unnamed = set()
+    for path in Path(__file__).parent.glob("*/test_*.py"):
+        names = {path.parent.name, *(x.stem for x in (ZOO / path.parent.name).rglob("*"))}
+        unnamed |= {path.stem.removeprefix("test_")} - names
+    assert unnamed == ELSEWHERE
+
+
 # Lines of each room. What needs more raises its number here, in a commit that says why.
 CEILINGS = {
-    "common": 1372,
-    "sharding": 1434,
-    "nn": 4732,
-    "transformer": 2815,
-    "rnn": 899,
+    "common": 1375,
+    "sharding": 1471,
+    "nn": 4718,
+    "transformer": 2831,
+    "rnn": 902,
     "mlp": 211,
-    "wrappers": 793,
-    "images": 621,
-    "quantization": 682,
-    "data": 7234,
-    "training": 2759,
-    "decoding": 1372,
-    "publishing": 1832,
-    "hf": 6372,
-    "runs": 5048,
-    "tasks": 1801,
-    "alignment": 2219,
-    "planning": 3249,
-    "evaluation": 1018,
-    "export": 1087,
+    "wrappers": 791,
+    "images": 615,
+    "quantization": 679,
+    "data": 7197,
+    "training": 2745,
+    "decoding": 1373,
+    "publishing": 1827,
+    "hf": 6351,
+    "runs": 5033,
+    "tasks": 1799,
+    "alignment": 2221,
+    "planning": 3245,
+    "evaluation": 1015,
+    "export": 1042,
     "__main__": 136,
     "__init__": 147,
 }
