@@ -247,7 +247,8 @@ def token() -> Picture:
         "data/prepared": "ids are stored in shards, with checksums",
         "data/corpus.py": "shards are read by memory map",
         "data/token_datasets.py": "ids fill a row of batch k",
-        "data/loader.py": "each process puts its rows onto its devices",
+        "data/loader.py": "batches are read ahead, and checked",
+        "sharding/placement.py": "each process puts its rows onto its devices",
         "training/compiled.py": "the program of this bucket is chosen",
         "training/step.py": "microbatches, gradient, clip, update",
         "training/losses.py": "summed loss, summed weight",
@@ -255,7 +256,7 @@ def token() -> Picture:
         "transformer/blocks.py": "attention and MLP of a layer",
         "nn": "norms, products, attention's kernels",
     }
-    tones = {"data": "a", "training": "b", "transformer": "c", "nn": "d"}
+    tones = {"data": "a", "sharding": "a", "training": "b", "transformer": "c", "nn": "d"}
     picture = Picture(len(paths) * 38 + 30, "The files that a token passes, from text to logits")
     for i, path in enumerate(paths):
         assert (ROOT / "zoo" / path).exists(), path

@@ -95,7 +95,7 @@ def test_tests_have_the_names_of_modules():
 CEILINGS = {
     "common": 1375,
     "sharding": 1471,
-    "nn": 4718,
+    "nn": 4719,
     "transformer": 2831,
     "rnn": 902,
     "mlp": 211,

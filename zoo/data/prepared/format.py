@@ -22,14 +22,14 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import xxhash
 from jaxtyping import Integer, UInt8
 
 from zoo.common.files import Location
-from zoo.data.tokenizer import Reading, Tokenizer
+from zoo.data.tokenizer import Tokenizer
 
 MANIFEST, TOKENIZER, SHARDS = "manifest.json", "tokenizer", "shards"
 TOKENS, WEIGHTS, TRAIN, HELD_OUT = ".tokens", ".weights", ".train", ".held_out"
@@ -132,7 +132,7 @@ class Manifest:
         return _digest(_content(self))
 
     @property
-    def reading(self) -> Reading:
+    def reading(self) -> Literal["parse", "text"]:
         """The reading of special tokens' names with which the corpus was prepared."""
         given = self.options.get("special_tokens", "text")
         return given or ("text" if self.framed else "parse")

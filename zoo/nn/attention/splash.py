@@ -91,7 +91,8 @@ class Splash(NamedTuple):
         g: Array,
     ) -> tuple[Array, Array, Array]:
         """The gradients of queries, keys and values."""
-        # The public kernel takes no sums of more keys than its own.
+        # The public kernel takes no sums of more keys than its own, as jax-ml/jax#32484 asks of
+        # `jax.nn.dot_product_attention`.
         from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import (
             _splash_attention_bwd,
         )
