@@ -116,6 +116,18 @@ TESTS = {
     "transformer/blocks": "test_transformer | test_mixers | test_moe | test_hf",
     "transformer/dispatch": "test_moe -k 'mesh or axis or exchange or devices'",
     "transformer/moe": "test_moe",
+    "alignment/pair_losses": "test_preferences -k 'not optimum' | test_preferences",
+    "alignment/policy": "test_policy",
+    "data/masking": "test_masking",
+    "mlp": "test_mlp",
+    "transformer/encoder": "test_hf -k 'bert or minilm or esm'",
+    "transformer/latent": "test_latent | test_hf -k deepseek",
+    "transformer/vision": "test_vision",
+    "transformer/patches": "test_vision",
+    "wrappers/classifier": "test_classifier",
+    "wrappers/ensemble": "test_ensemble",
+    "wrappers/retrained": "test_retrained | test_lora",
+    "nn/stateful": "test_stateful | test_moe -k 'bias or load'",
     "wrappers/lora": "test_lora",
 }
 

@@ -33,8 +33,8 @@ WINDOWED |= {"phi3", "smollm3", "olmo3", "exaone4", "ministral", "starcoder2", "
 QUICK = {"cohere2", "deepseek_v3", "gemma3", "mixtral"}
 SLOW = pytest.mark.slow
 # The larger ones, of which another case has the maths too.
-SIBLINGS = {"deepseek_v2", "ernie4_5_moe", "glm4_moe_biases", "granite_hybrid_moe"}
-SIBLINGS |= {"olmo_hybrid_rotary", "qwen2_moe", "qwen3_5", "qwen3_5_moe"}
+SIBLINGS = {"bamba", "deepseek_v2", "ernie4_5_moe", "glm4_moe_biases", "granite_hybrid_moe"}
+SIBLINGS |= {"olmo_hybrid", "olmo_hybrid_rotary", "qwen2_moe", "qwen3_5", "qwen3_5_moe"}
 # Those whose gradients are compared too: each has a part whose gradient is written by hand, or is
 # of another path than the others'.
 DERIVED = QUICK | {"apertus", "bamba", "bert_masked", "deepseek_v2", "falcon", "glm4_moe", "gpt2"}

@@ -223,7 +223,7 @@ def test_a_token_changes_what_is_behind_it_alone(kind):
 
 @pytest.mark.parametrize(
     ("num_layers", "kept"),
-    [(3, "query,mlp_input"), (1, "mlp_input")],  # less than a round
+    [(3, "query,mlp_input"), pytest.param(1, "mlp_input", marks=pytest.mark.slow)],  # no round
 )
 def test_the_loop_and_what_it_keeps_change_nothing(num_layers, kept):
     model = drawn_transformer(**hybrid(num_layers=num_layers, remat=f"save:{kept}"))

@@ -96,9 +96,9 @@ class Decay(NamedTuple):
     """Logarithms of the share of something that is left, -inf where another document begins."""
 
     within: Float[Array, "batch heads seq seq"]
-    """[t, s]: what is left behind step t of what step s added; -inf if s comes later."""
+    """[t, s]: the share of step s's addition behind step t; -inf if s comes later."""
     start: Float[Array, "batch heads seq"]
-    """What is left behind step t of the state that the chunk starts with."""
+    """The share, behind step t, of the state that the chunk starts with."""
 
 
 def decay(log_decay_BTN: Float[Array, "batch seq heads"], marks: Marks) -> Decay:
