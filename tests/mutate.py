@@ -122,7 +122,7 @@ TESTS = {
     "mlp": "test_mlp",
     "transformer/encoder": "test_hf -k 'bert or minilm or esm'",
     "transformer/latent": "test_latent | test_hf -k deepseek",
-    "transformer/vision": "test_vision",
+    "transformer/vision": "test_vision | test_hf -k 'vit or siglip or dino'",
     "transformer/patches": "test_vision",
     "wrappers/classifier": "test_classifier",
     "wrappers/ensemble": "test_ensemble",

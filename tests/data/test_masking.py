@@ -110,6 +110,11 @@ def test_word_pieces_go_on_by_their_mark():
     goes_on, is_open = masking.parts_of_words(words)
     assert goes_on[1:4].tolist() == [False, True, False]
     assert is_open[1:4].all()
+    blanks = tokenizer(["Ġdef", "def", "▁x", "(", "1"])
+    goes_on, is_open = masking.parts_of_words(blanks)
+    assert goes_on[1:6].tolist() == [False, True, False, False, True]
+    assert is_open[1:6].tolist() == [True, True, True, False, True]
+    assert not goes_on[0]
 
 
 def test_a_tokenizer_gets_a_mask_once_and_keeps_it(tmp_path):

@@ -48,6 +48,8 @@ def test_head_pools_positions_without_padding(name):
     other = jnp.where(MASK, TOKENS, 1)
     np.testing.assert_allclose(forward(model, other, mask=MASK), found, atol=1e-5)
     np.testing.assert_allclose(forward(model, TOKENS[:1, :5]), found[:1], atol=1e-5)
+    one = forward(model, TOKENS, mask=MASK & (jnp.arange(8)[None] < 1))
+    np.testing.assert_allclose(one, forward(model, TOKENS[:, :1]), atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["bert", "rnn"])
@@ -144,3 +146,5 @@ def test_bodies_without_token_vectors_are_refused():
     for body in (mlp.MLP(mlp.Config(4, 2), key=KEY), pooled):
         with pytest.raises(ValueError, match="gives no vector per token: take a transformer"):
             Classifier(body, 2, key=KEY)
+    with pytest.raises(ValueError, match=r"^pooling='pooler':"):
+        Classifier(BODIES["decoder"](), 2, pooling="pooler", key=KEY)

@@ -135,7 +135,7 @@ def parts_of_words(
     pieces = any(token.startswith("##") for token in vocabulary)
     goes_on, is_open = np.zeros((2, tokenizer.vocab_size), bool)
     for token, id in vocabulary.items():
-        text = token.replace("Ġ", " ").replace("▁", " ")
+        text = token.replace("Ġ", " ")  # a letter to Python, which ▁ is not
         goes_on[id] = text.startswith("##") if pieces else re.match(r"\w", text) is not None
         is_open[id] = pieces or re.search(r"\w$", text) is not None
     return goes_on, is_open
