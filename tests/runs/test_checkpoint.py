@@ -248,7 +248,9 @@ def folder(two_steps, tmp_path):
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_steps_fall_back_with_warning(folder, two_steps, caplog, opened, damage):
     names = [p.relative_to(two_steps) for p in two_steps.glob("2/**/*") if p.is_file()]
-    assert len(names) >= 6
+    # TensorStore writes the arrays to one file of data or to several, as threads happen to run.
+    kinds = {"data" if name.parent.name == "d" else name.name for name in names}
+    assert kinds == {"meta.json", "checksums.json", "manifest.ocdbt", "data"}
     like, good = make_state(0), host(make_state(1))
     checkpointer = opened(folder)
     for name in names:
