@@ -97,11 +97,18 @@ NORMS = ("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm")
             {"recurrence": NORMS[:2], "attention": NORMS[2:]},
         ),
         (
+            {
+                **{"mixer.pattern": ("mamba2", "attention"), "mlp": "none", "d_ff": None},
+                **{"residual.norm_placement": "post", "mixer.norm_placement": "pre"},
+            },
+            {"recurrence": NORMS[:1], "attention": NORMS[2:3]},
+        ),
+        (
             {"mixer.pattern": ("mamba2",), "num_layers": 2, "mlp": "none", "d_ff": None},
             {"recurrence": NORMS[:1]},
         ),
     ],
-    ids=["three to one", "norms of its own", "no mlp"],
+    ids=["three to one", "norms of its own", "no part in all layers", "no mlp"],
 )
 def test_a_hybrid_is_its_layers_one_after_another(changes, norms):
     """Written out: the residual stream, and in each layer the norms, the mixer and the MLP."""
@@ -116,7 +123,9 @@ def test_a_hybrid_is_its_layers_one_after_another(changes, norms):
     def written_out(model: Any, tokens: Any) -> Any:
         x, places = model.embedding(tokens), jnp.arange(12, dtype=jnp.int32)[None]
         rotary = rotary_tables(places, 8, 10_000.0)
-        for layer in apart(model.blocks, model.config.own):
+        layers = apart(model.blocks, model.config.own)
+        assert len(layers) == model.config.num_layers
+        for layer in layers:
             mixer = "recurrence" if layer.attention is None else "attention"
             seen.add(mixer)
             assert {name for name in NORMS if getattr(layer, name) is not None} == {*norms[mixer]}

@@ -137,7 +137,7 @@ def scan_layers(
     """
     functions = [function] if callable(function) else list(function)
     arrays, static = eqx.partition(layers, eqx.is_array)
-    num_layers, turns = _num_layers(arrays), len(functions)
+    num_layers, turns = _num_layers(arrays, own), len(functions)
 
     def one(index: int, in_scan: bool) -> LayerFunction:
         rest = _without_others(static, own, index)
@@ -190,7 +190,7 @@ def apart(
     """Stacked layers one by one; not by indexing, whose gradient would add up whole stacks.
 
     `own` names the fields of `layers` that only some layers have, and these layers; the others have
-    None. `count` is the number of layers, if no field is in all of them.
+    None. `count` is the number of layers, if these are some of them.
     """
     arrays, static = eqx.partition(layers, eqx.is_array)
     split = jax.tree.map(lambda x: lax.split(x, (1,) * len(x)) if len(x) else [], arrays)
@@ -204,11 +204,12 @@ def apart(
         picked = jax.tree_util.tree_map_with_path(pick, *of_layer[:2])
         return eqx.combine(picked, of_layer[2])
 
-    return [layer(index) for index in range(_num_layers(arrays) if count is None else count)]
+    return [layer(index) for index in range(_num_layers(arrays, own) if count is None else count)]
 
 
-def _num_layers(arrays: PyTree) -> int:
-    return max(len(x) for x in jax.tree.leaves(arrays))
+def _num_layers(arrays: PyTree, own: Own) -> int:
+    found = jax.tree_util.tree_leaves_with_path(arrays)  # perhaps none of them in all layers
+    return max(own.get(_field(path), range(len(x)))[-1] + 1 for path, x in found)
 
 
 def _field(path: tuple) -> str:

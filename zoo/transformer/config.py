@@ -164,7 +164,7 @@ class Config:
 
     def _check_latent(self, attention: AttentionConfig, latent: LatentConfig) -> None:
         """Refuse settings that latent attention lacks."""
-        names = ("qkv_bias", "qk_norm", "output_gate", "sinks", "num_kv_heads")
+        names = ("qkv_bias", "out_bias", "clip", "qk_norm", "output_gate", "sinks", "num_kv_heads")
         for name in names:
             value, none = getattr(attention, name), getattr(AttentionConfig, name)
             require(
