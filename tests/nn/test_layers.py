@@ -76,6 +76,19 @@ def test_fp16_norms_do_not_overflow():
     np.testing.assert_allclose(np.abs(rms_norm(x, scale)), 1, rtol=1e-3)
 
 
+@pytest.mark.parametrize("kind", [layers.RMSNorm, layers.LayerNorm])
+def test_an_offset_is_added_in_fp32(kind: Callable[..., layers.Norm]):
+    scaled = lambda scale: eqx.tree_at(lambda n: n.scale, kind(8, offset=1.0), scale)(X)
+    low = jnp.full(8, 2.0**-9, jnp.bfloat16)  # which one is too large for
+    np.testing.assert_allclose(scaled(low), scaled(jnp.zeros(8)) * (1 + 2.0**-9), rtol=1e-5)
+
+
+def test_the_gradient_behind_a_frozen_scale_has_the_dtype_of_the_input():
+    x, scale = jnp.ones((1, 8), jnp.bfloat16), jnp.ones(8)
+    alone = jax.make_jaxpr(jax.vjp(lambda x: rms_norm(x, scale), x)[1])(x)
+    assert [y.dtype for y in alone.out_avals] == [jnp.bfloat16]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gradients_accumulate_in_fp32(dtype: str):
     g = jnp.asarray(RNG.normal(size=(8, 512, 4)) + 0.3, dtype)

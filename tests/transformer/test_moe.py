@@ -695,12 +695,15 @@ def test_shared_experts_are_an_mlp_for_every_token():
     assert block.shared_mlp.w_up.shape == (32, 24)
     x = jax.random.normal(jax.random.key(0), (2, 5, 32))
     block = eqx.tree_at(lambda block: block.attention.wo, block, replace_fn=jnp.zeros_like)
-    call = eqx.filter_jit(lambda block: block(x, None, None, None, None)[0])
-    with_, without = map(call, (block, eqx.tree_at(lambda block: block.shared_mlp, block, None)))
+    call = eqx.filter_jit(lambda block, x: block(x, None, None, None, None)[0])
+    alone = eqx.tree_at(lambda block: block.shared_mlp, block, None)
+    with_, without = call(block, x), call(alone, x)
     normed = block.mlp_norm(x)
     gate = 1 / (1 + np.exp(-np.asarray(normed) @ np.asarray(block.shared_gate)))
     want = np.asarray(block.shared_mlp(normed)) * gate
     np.testing.assert_allclose(with_ - without, want, atol=1e-4)
+    low = cast(block, jnp.bfloat16)
+    assert eqx.filter_eval_shape(call, low, x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
 
 
 BAD = [

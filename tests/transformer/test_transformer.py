@@ -12,7 +12,8 @@ from helpers import VOCAB, arrays, drawn_transformer, make_transformer, small_co
 from jaxtyping import Array, TypeCheckError
 
 from zoo import losses, transformer
-from zoo.transformer import rotary
+from zoo.nn.stateful import cast
+from zoo.transformer import blocks, rotary
 from zoo.transformer.rotary import RopeScaling
 
 KEY = jax.random.key(0)
@@ -264,10 +265,52 @@ def test_omitted_sizes_have_defaults():
     assert transformer.Config(vocab_size=8, d_model=48, num_heads=4, mlp="gelu").hidden_size == 192
 
 
-def test_layers_are_initialised_independently():
-    for path, x in arrays(eqx.filter_jit(make_transformer())(KEY).blocks).items():
-        if "norm" not in path:
-            assert (x[0] != x[1]).mean() > 0.99, path
+def test_an_activation_with_learned_factors_begins_as_in_its_paper():
+    made = blocks.XIELU()
+    factors = [np.log1p(np.exp(x)) for x in (made.positive, made.negative)]
+    np.testing.assert_allclose(factors, [0.8, 0.8 - 0.5], rtol=1e-6)
+    assert (made.slope, made.bound) == (0.5, np.float32(-1e-6))
+    low = jax.eval_shape(cast(made, jnp.bfloat16), jnp.ones(3, jnp.bfloat16))
+    assert low.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        (
+            {
+                **{"attention.output_gate": True, "positions.kind": "learned"},
+                **{"encoder.num_token_types": 16, "encoder.pooler": True},
+                "encoder.head": "transformed",
+            },
+            2 * 8 + 6,
+        ),
+        (
+            {
+                **{"experts.num_experts": 4, "experts.num_shared": 1, "experts.shared_gate": True},
+                "attention.sinks": True,
+            },
+            2 * 12 + 2,
+        ),
+    ],
+    ids=["dense", "experts"],
+)
+def test_matrices_are_drawn_apart_and_biases_begin_at_zero(options: dict, count: int):
+    """In each of two layers, and with the spread of their inputs; norms begin at one."""
+    make = make_transformer(bias=True, head_bias=True, **options)
+    inputs = {"wo": 2 * 2 * 32, "w_down": 2 * 2 * 64}  # divided by the parts of both layers
+    ratios = []
+    for path, x in arrays(eqx.filter_jit(make)(KEY)).items():
+        name = path.rpartition(".")[2]
+        if name.startswith("b") or name in ("scale", "sinks"):
+            assert (np.asarray(x) == (name == "scale")).all(), path
+            continue
+        wanted = 0.02 if "embedding" in path else inputs.get(name, 32) ** -0.5
+        assert np.std(x) == pytest.approx(wanted, rel=0.15), path
+        for part in x if path.startswith("blocks.") else [x]:
+            first, second = np.ravel(part)[:2]
+            ratios.append(round(float(first / second), 4))  # alike of one key, whatever the size
+    assert len(set(ratios)) == len(ratios) == count
 
 
 def test_dropout_depends_on_the_key():
@@ -364,6 +407,19 @@ def test_rotary_embedding_matches_complex_rotation():
     z = (x[..., :4] + 1j * x[..., 4:]) * turn
     expected = np.concatenate([z.real, z.imag], -1)
     np.testing.assert_allclose(rotate(jnp.asarray(x, jnp.float32), positions), expected, atol=5e-4)
+
+
+def test_waves_are_stretched_by_how_often_they_fit():
+    """Llama 3's formula: two of these stay, three are stretched in part, and three in full."""
+    frequency = 100.0 ** (-np.arange(8) / 8)
+    fits = 64 * frequency / (2 * np.pi)
+    share = (fits - 1) / 3
+    between = (1 - share) * frequency / 8 + share * frequency
+    want = np.where(fits > 4, frequency, np.where(fits < 1, frequency / 8, between))
+    assert [(want == x).sum() for x in (frequency, between, frequency / 8)] == [2, 3, 3]
+    scaling, positions = RopeScaling(8.0, 1.0, 4.0, 64), jnp.zeros((1, 1), jnp.int32)
+    got = scaling.stretch(jnp.asarray(frequency, jnp.float32), 100.0, positions)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
 def test_rotary_positions_keep_the_compute_dtype():

@@ -26,11 +26,6 @@ from zoo.sharding.specs import between, in_use, parameter_spec
 Tree = TypeVar("Tree")
 
 
-def resolve(tree: Tree) -> Tree:
-    """The tree with operands as arrays."""
-    return jax.tree.map(lambda x: x.value() if is_operand(x) else x, tree, is_leaf=is_operand)
-
-
 def resolve_for_use(tree: Tree) -> Tree:
     """The tree with operands as arrays, but where they may be used as they are."""
     if not any(map(is_operand, jax.tree.leaves(tree, is_leaf=is_operand))):

@@ -76,13 +76,13 @@ class Attention(eqx.Module):
     def __init__(self, config: Config, *, key: Key[Array, ""]):
         embed, size = config.d_model, config.head_size
         heads, kv_heads = config.num_heads, config.kv_heads
-        q_key, k_key, v_key, o_key = jax.random.split(key, 4)
+        q_key, k_key, v_key, o_key, g_key = jax.random.split(key, 5)
         self.wq = normal(q_key, (embed, heads, size), embed)
         self.wk = normal(k_key, (embed, kv_heads, size), embed)
         self.wv = normal(v_key, (embed, kv_heads, size), embed)
         self.wg = None
         if config.attention.output_gate:
-            self.wg = normal(jax.random.fold_in(key, 1), (embed, heads, size), embed)
+            self.wg = normal(g_key, (embed, heads, size), embed)
         # Divided by the number of parts that add to the residual stream (Radford et al. 2019).
         self.wo = normal(o_key, (heads, size, embed), heads * size * config.num_parts)
         qkv_bias = config.bias or config.attention.qkv_bias
@@ -239,7 +239,8 @@ def _shared(config: Config, *, key: Key[Array, ""]) -> MLP:
 
 def _shared_gate(config: Config, *, key: Key[Array, ""]) -> Float[Array, "embed routes"]:
     """The matrix of the gate of a layer's shared experts."""
-    return normal(jax.random.fold_in(key, 2), (config.d_model, 1), config.d_model)
+    # 0 to 3 would be the keys that the experts split theirs into.
+    return normal(jax.random.fold_in(key, 4), (config.d_model, 1), config.d_model)
 
 
 def _layer_scale(config: Config, *, key: Key[Array, ""]) -> Float[Array, "embed"]:
