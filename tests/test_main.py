@@ -211,6 +211,29 @@ sys.meta_path.insert(0, Finder())
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "\nstopped\n")
 
 
+def test_ctrl_c_within_a_callback_of_the_garbage_collector_comes_again():
+    code = """
+import gc, signal, time
+from zoo.common import startup
+
+def callback(phase, info):
+    gc.callbacks.clear()
+    signal.raise_signal(signal.SIGINT)
+
+startup.as_usual()
+gc.callbacks.append(callback)
+try:
+    gc.collect()
+    print("dropped")
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("came again")
+"""
+    command = [sys.executable, "-c", code, "-m", "zoo"]  # taken for a program of the zoo's
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("dropped\ncame again\n", "")
+
+
 def test_ctrl_c_within_an_import_is_left_to_other_programs():
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import zoo; "
     code += "print(signal.getsignal(signal.SIGINT))"  # a shell's background jobs ignore it

@@ -3,6 +3,7 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -228,6 +229,13 @@ def test_files_blocking_folders_are_named(place, tmp_path):
     with pytest.raises(ValueError, match=f"'.*parent/run.*': {file} is a file, and has to be"):
         Run(wanted).__enter__()
     assert file.read_text() == "kept"
+
+
+def test_folder_that_cannot_be_made_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "mkdir", mock.Mock(side_effect=PermissionError))
+    with pytest.raises(PermissionError) as e:
+        Run(config(tmp_path)).__enter__()
+    assert e.value.__notes__ == [f"run_dir='{tmp_path}/run': give a folder that can be made"]
 
 
 def test_indivisible_batch_is_refused_before_start(tmp_path):

@@ -339,6 +339,7 @@ MISTAKES = {
     "no file": (["--data.files=nowhere/*.txt"], "no file matches 'nowhere/*.txt'"),
     "no text": (["--data.files={tmp}/empty.txt"], "(1) are empty"),
     "no token file": (["--data.tokenizer=nowhere.json"], "no tokenizer at nowhere.json"),
+    "no tokenizer": (["--data.tokenizer=bpee"], "or for a corpus 'bpe'"),
     "batch": (["--mesh=data=3"], "batch_size=8 is not divisible by 3"),
     "devices": (["--mesh=data=16"], "needs 16 devices, and there are 8"),
     "axis": (["--mesh=model=2"], "no axis 'model'"),

@@ -54,6 +54,7 @@ def make_folder(path: Path, name: str) -> None:
 
     Raises:
         ValueError: a file is in the place of one of them; the message names the field `name`.
+        OSError: they cannot be made, as on a read-only disk; a note names the field.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -64,6 +65,9 @@ def make_folder(path: Path, name: str) -> None:
             f"{name}='{path}': {file} is a file, and has to be a folder; move it away, or give "
             "another path"
         ) from None
+    except OSError as error:
+        error.add_note(f"{name}='{path}': give a folder that can be made")
+        raise
 
 
 def inside(folder: Location, name: Any, listing: object) -> Location:

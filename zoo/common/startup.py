@@ -6,8 +6,10 @@ import glob
 import os
 import signal
 import sys
+import threading
 from importlib.metadata import entry_points
 from importlib.util import find_spec
+from typing import Any
 
 
 def _leave(number: int, frame: object) -> None:
@@ -27,9 +29,19 @@ def leave_at_once() -> None:
 
 
 def as_usual() -> None:
-    """From here on Ctrl-C is a KeyboardInterrupt again."""
+    """From here on Ctrl-C is a KeyboardInterrupt again, repeated where Python drops it."""
     if signal.getsignal(signal.SIGINT) is _leave:
+        sys.unraisablehook = _repeat
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _repeat(dropped: Any) -> None:
+    # Errors in callbacks of the garbage collector, of which JAX has one, are printed and dropped.
+    if issubclass(dropped.exc_type, KeyboardInterrupt):
+        main = threading.main_thread().ident
+        threading.Timer(0.01, signal.pthread_kill, (main, signal.SIGINT)).start()
+    else:
+        sys.__unraisablehook__(dropped)
 
 
 def may_have_tpus() -> bool:

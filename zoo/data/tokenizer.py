@@ -334,8 +334,9 @@ def load_tokenizer(path: str | Path, separator: str | None = None) -> Tokenizer:
     of_letters = not file.is_file() and letters.is_described(file.parent)
     if not (file.is_file() or of_letters):
         raise FileNotFoundError(
-            f"no tokenizer at {file} (in {Path.cwd()}): give 'bytes', a {FILE_NAME}, or a folder "
-            "that holds one"
+            f"no tokenizer at {file} (in {Path.cwd()}): give 'bytes', a {FILE_NAME}, a folder that "
+            f"holds one, or for a corpus {', '.join(map(repr, TRAINED))}; "
+            "zoo.save(…, tokenizer=…) puts one beside a model"
         )
     try:
         if of_letters:
