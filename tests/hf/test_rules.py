@@ -38,6 +38,7 @@ from zoo.transformer.rotary import RopeScaling
         ("gemma2", {"layer_types": ..., "tie_word_embeddings": ..., "rope_parameters": ...,
                     "hidden_act": "gelu_pytorch_tanh"}),
         ("qwen2_windows", {"layer_types": ...}),
+        *((x, {"rope_parameters": ...}) for x in ("cohere", "cohere2", "ernie4_5", "helium")),
         ("qwen3_moe", {"num_local_experts": ..., "num_experts": 6}),
         ("gpt2", {"n_ctx": 64, "activation_function": ..., "task_specific_params": {}}),
     ],
@@ -261,6 +262,8 @@ def test_fields_that_the_text_part_leaves_to_transformers_are_its_defaults():
     config = family.read({x: y for x, y in text.items() if x not in left}, "config.json")
     sizes = config.num_heads, config.kv_heads, config.head_size, config.vocab_size
     assert sizes == (8, 4, 256, 262_208)
+    pictures = MODEL_TYPES["dinov3_vit"].read({}, "config.json")
+    assert (pictures.d_model, pictures.num_heads, pictures.d_ff) == (384, 6, 1536)
 
 
 @pytest.mark.parametrize("name", ["llama2", "llama3", "llama_linear", "gemma3", "qwen3_moe"])

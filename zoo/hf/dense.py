@@ -282,7 +282,7 @@ HELIUM = decoder(
     model_type="helium",
     architecture="HeliumForCausalLM",
     rules=(
-        *common(Rotary(max_seq_len=4096), eps=1e-8, kv_heads=20, head_dim=128),
+        *common(Rotary(theta=100_000.0, max_seq_len=4096), eps=1e-8, kv_heads=20, head_dim=128),
         Fixed("attention_bias", False),
         Fixed("mlp_bias", False),
     ),
@@ -293,7 +293,13 @@ ERNIE4_5 = decoder(
     model_type="ernie4_5",
     architecture="Ernie4_5ForCausalLM",
     rules=(
-        *common(Rotary(max_seq_len=131072), tied=True, eps=1e-5, kv_heads=2, head_dim=128),
+        *common(
+            Rotary(theta=500_000.0, max_seq_len=131072),
+            tied=True,
+            eps=1e-5,
+            kv_heads=2,
+            head_dim=128,
+        ),
         Fixed("use_bias", False),
     ),
     tensors=DENSE | INTERLEAVED,
@@ -324,12 +330,12 @@ GLM4 = replace(
         ),
     },
 )
-COHERE = decoder(
-    model_type="cohere",
-    architecture="CohereForCausalLM",
-    rules=(
+
+
+def _cohere(theta: float) -> tuple[Rule, ...]:
+    return (
         *common(
-            Rotary(max_seq_len=8192),
+            Rotary(theta=theta, max_seq_len=8192),
             tied=True,
             eps=1e-5,
             eps_name="layer_norm_eps",
@@ -338,7 +344,13 @@ COHERE = decoder(
         Same("logit_scale", "logit_multiplier", 0.0625),
         BIASES,
         Fixed("use_qk_norm", False),
-    ),
+    )
+
+
+COHERE = decoder(
+    model_type="cohere",
+    architecture="CohereForCausalLM",
+    rules=_cohere(500_000.0),
     always={"residual.norm": "layer", "residual.parallel": "one_norm"},
     tensors=DENSE | INTERLEAVED,
     splits=PAIRS,
@@ -347,5 +359,5 @@ COHERE2 = replace(
     COHERE,
     model_type="cohere2",
     architecture="Cohere2ForCausalLM",
-    rules=(*COHERE.rules, RotaryInWindows(period=4)),
+    rules=(*_cohere(10_000.0), RotaryInWindows(period=4)),
 )

@@ -45,10 +45,10 @@ def _canonical(config: VisionConfig) -> VisionConfig:
     return dataclasses.replace(config, d_ff=d_ff, layer_scale=scale, theta=theta)
 
 
-def _sizes(patch_size: int, hidden: bool = True) -> tuple[Rule, ...]:
-    text = """hidden_size=d_model:768 num_hidden_layers=num_layers:12
-        num_attention_heads=num_heads:12 num_channels=channels:3"""
-    wide = " intermediate_size=d_ff:3072" * hidden
+def _sizes(patch_size: int, hidden: bool = True, heads: int = 12) -> tuple[Rule, ...]:
+    text = f"""hidden_size=d_model:{64 * heads} num_hidden_layers=num_layers:12
+        num_attention_heads=num_heads:{heads} num_channels=channels:3"""
+    wide = f" intermediate_size=d_ff:{256 * heads}" * hidden
     return (*same(text + wide), _square("image_size", 224), _square("patch_size", patch_size))
 
 
@@ -151,7 +151,7 @@ DINOV3 = vision(
     model_type="dinov3_vit",
     architecture="DINOv3ViTModel",
     rules=(
-        *_sizes(16),
+        *_sizes(16, heads=6),
         Same("layer_norm_eps", "norm_eps", 1e-5),
         Same("rope_theta", "theta", 100.0),
         Same("query_bias", "qkv_bias", True),
