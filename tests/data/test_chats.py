@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 from model_folders import write_tokenizer
 from prepared_parts import corpus_of, rows_in
+from test_tokenizer import KINDS, NAMED
+from tokenizers import AddedToken
 
 from zoo.data.chats import ChatTemplate, with_chat_template
 from zoo.data.prepared.opening import open_prepared
 from zoo.data.prepared.prepare import prepare
 from zoo.data.token_datasets import PackedDataset
-from zoo.data.tokenizer import ByteTokenizer, load_tokenizer
+from zoo.data.tokenizer import BPETokenizer, ByteTokenizer, load_tokenizer, reading
 
 TURN = "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
@@ -263,6 +265,22 @@ def test_what_a_user_writes_is_no_control_token(name, parts, make, tmp_path):
     inner.encode_special_tokens = False
     expected = inner.encode(text, add_special_tokens=False).ids
     assert parsed == [id for id in expected if id in special]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_name_that_normalisation_makes_is_no_control_token(kind):
+    """Of one text, and of two that only together make a name."""
+    inner = KINDS[kind](["<s>", "</s>"])
+    inner.add_special_tokens([AddedToken(x, normalized=True) for x in ("<s>", "</s>")])
+    both = "{% for part in messages[0].content %}{{ part }}{% endfor %}</s>"
+    names = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": both}
+    template = ChatTemplate(BPETokenizer(inner, config=names))
+    for parts in ([*NAMED], ["a \uff1c/s", "\uff1e b"], ["a</S", "> b"]):
+        chat = [{"role": "user", "content": parts}]
+        ids = template.encode(chat, add_generation_prompt=False)
+        assert [id for id in ids if id in template.tokenizer.eos_ids] == [ids[-1]]
+        as_text = reading(template.tokenizer, "text").encode("".join(parts))
+        assert not np.isin(as_text, template.tokenizer.eos_ids).any()
 
 
 def test_bytes_have_no_chat_template():

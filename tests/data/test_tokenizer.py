@@ -122,6 +122,7 @@ NAMED = [
     "</s>",
     "</s></s> x<s>more",
     "x </S> a \uff1c/s\uff1e b",
+    "</s>\ufdd4</s>",
     "no name at all x",
 ]
 

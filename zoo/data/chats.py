@@ -119,12 +119,17 @@ class ChatTemplate:
         """Messages in which `AS_TEXT` follows the names of special tokens that are text.
 
         It also follows the beginning of a name at the end of a text, as the next could complete it.
+        A text that has more names once it is normalised, as by full-width letters, is taken so.
         """
         if self.special_tokens == "parse":
             return value
         if isinstance(value, str):
-            marked = self.tokenizer.names.sub(rf"\g<0>{AS_TEXT}", value)
-            return marked + AS_TEXT * marked.endswith(self._beginnings)
+            names, normalizer = self.tokenizer.names, self.tokenizer.tokenizer.normalizer
+            normal = value if normalizer is None else normalizer.normalize_str(value)
+            if len(names.findall(normal)) > len(names.findall(value)):
+                return self._quoted(normal)
+            marked = names.sub(rf"\g<0>{AS_TEXT}", value)
+            return marked + AS_TEXT * any(x.endswith(self._beginnings) for x in (marked, normal))
         if isinstance(value, list | tuple):
             return [self._quoted(x) for x in value]
         if isinstance(value, dict):

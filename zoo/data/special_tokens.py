@@ -8,6 +8,7 @@ Special tokens are read as transformers reads them: from `tokenizer_config.json`
 """
 
 import json
+import secrets
 from collections.abc import Mapping, Set
 from typing import Any
 
@@ -17,8 +18,8 @@ END_OF_TEXT = "<|endoftext|>"
 BEGINS = ("<|begin_of_text|>", "<bos>", "<s>")
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "<eos>", "</s>")
 # Noncharacters, which no text has: AS_TEXT follows a name that is plain text, and HIDDEN precedes
-# each name in a tokenizer that reads names as text, so that no text has it.
-AS_TEXT, HIDDEN = "\ufdd2", "\ufdd4"
+# each name in a tokenizer that reads names as text. Nobody can write it, as it is drawn anew.
+AS_TEXT, HIDDEN = "\ufdd2", f"\ufdd4{secrets.token_hex(8)}"
 
 CONFIG_NAME = "tokenizer_config.json"  # names the bos and eos tokens in Hugging Face folders
 SPECIAL_TOKENS_MAP_NAME = "special_tokens_map.json"

@@ -280,8 +280,10 @@ class BPETokenizer:
 
     @functools.cached_property
     def special_names(self) -> set[str]:
-        """The names of the special tokens."""
-        return {*filter(None, map(self.tokenizer.id_to_token, self.special_ids))}
+        """The names of the special tokens in a text; `id_to_token` may have normalised ones."""
+        added, token = self.tokenizer.get_added_tokens_decoder(), self.tokenizer.id_to_token
+        found = (added[id].content if id in added else token(id) for id in self.special_ids)
+        return {*filter(None, found)}
 
     @functools.cached_property
     def names(self) -> re.Pattern[str]:
