@@ -155,6 +155,15 @@ def test_initial_run_files_are_synced(journal, tmp_path):
     assert_outlives_a_power_cut(journal, folder / "thing.tmp", folder / "thing")
 
 
+def test_saved_models_are_synced(journal, tmp_path):
+    config = zoo.mlp.Config(in_size=2, hidden_size=3, num_layers=1, out_size=2)
+    for seed in (0, 1):  # the second takes the place of the first
+        zoo.save(tmp_path / "model", zoo.mlp.MLP(config, key=jax.random.key(seed)))
+        [new] = [x[1] for x in journal if x[0] == "rename" and x[2] == tmp_path / "model"]
+        assert_outlives_a_power_cut(journal, new, tmp_path / "model")
+        journal.clear()
+
+
 def test_full_disk_error_names_the_file(tmp_path):
     def write(_):
         raise OSError(errno.ENOSPC, "No space left on device")

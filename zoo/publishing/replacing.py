@@ -76,9 +76,11 @@ def _renaming(folder: Path) -> Iterator[Path]:
         new = temporary / "new"
         new.mkdir()
         yield new
+        files.sync_all(new)
         if folder.exists():
             folder.rename(temporary / "old")
         new.rename(folder)
+        files.sync(folder.parent)
 
 
 @contextlib.contextmanager
