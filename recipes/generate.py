@@ -92,6 +92,12 @@ class Config:
         configuration.require(
             not self.chat or count == 1, f"num_beams={count}: a chat is sampled, leave it out"
         )
+        options = {name for name, x in vars(self.sampling).items() if x is not None}
+        drawn = ", ".join(sorted(options - {"stop_tokens"}))
+        configuration.require(
+            count == 1 or not drawn,
+            f"num_beams={count}: a search draws no token, leave out {drawn}",
+        )
         configuration.require(
             self.system is None or self.chat, f"system={self.system!r}: needs --chat"
         )
@@ -106,6 +112,8 @@ class Config:
         Raises:
             ValueError: one of the folder's is no number.
         """
+        if self.num_beams > 1:  # they are for tokens that are drawn
+            return self
         source, found = sampling(folder)
         new = {name: x for name, x in found.items() if getattr(self.sampling, name) is None}
         if new:

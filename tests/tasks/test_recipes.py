@@ -473,6 +473,7 @@ def test_unsampleable_models_are_refused_before_training(case, train, tmp_path, 
         (finetune, {"label": "kind", "sample_every": 5}, "sample_every=5: a classifier"),
         (generate, {"seed": 2**32}, r"seed=4294967296: .* 0 to 4294967295"),
         (generate, {"num_beams": 0}, r"num_beams=0: .* 1"),
+        (generate, {"num_beams": 2, "sampling": zoo.Sampling(min_p=0.1)}, r"num_beams=2: .*min_p"),
     ],
 )
 def test_fields_out_of_range_are_named(recipe, fields, message):
