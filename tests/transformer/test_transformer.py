@@ -393,6 +393,9 @@ def test_sequences_beyond_learned_positions_are_refused():
 # Rotary positions
 
 
+POSITION = jnp.zeros((1, 1), jnp.int32)
+
+
 @jax.jit
 def rotate(x: Array, positions: Any) -> Array:
     positions = jnp.broadcast_to(jnp.asarray(positions), x.shape[:2])
@@ -417,9 +420,22 @@ def test_waves_are_stretched_by_how_often_they_fit():
     between = (1 - share) * frequency / 8 + share * frequency
     want = np.where(fits > 4, frequency, np.where(fits < 1, frequency / 8, between))
     assert [(want == x).sum() for x in (frequency, between, frequency / 8)] == [2, 3, 3]
-    scaling, positions = RopeScaling(8.0, 1.0, 4.0, 64), jnp.zeros((1, 1), jnp.int32)
-    got = scaling.stretch(jnp.asarray(frequency, jnp.float32), 100.0, positions)
+    scaling = RopeScaling(8.0, 1.0, 4.0, 64)
+    got = scaling.stretch(jnp.asarray(frequency, jnp.float32), 100.0, POSITION)
     np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+def test_yarn_stretches_waves_by_their_number(truncate: bool):
+    """From the one that fits 32 times, which stays, to the one that fits once."""
+    frequency = 10_000.0 ** (-np.arange(16) / 16)
+    ends = [16 * np.log(4096 / (2 * np.pi * fits)) / np.log(10_000) for fits in (32, 1)]
+    ends = [np.floor(ends[0]), np.ceil(ends[1])] if truncate else ends
+    kept = np.interp(np.arange(16), ends, [1, 0])
+    assert ((kept > 0) & (kept < 1)).sum() == 6
+    scaling = RopeScaling(8.0, 1.0, 32.0, 4096, ramp="yarn", truncate=truncate)
+    found = scaling.stretch(jnp.asarray(frequency, jnp.float32), 10_000.0, POSITION)
+    np.testing.assert_allclose(found, frequency * (kept + (1 - kept) / 8), rtol=1e-5)
 
 
 def test_rotary_positions_keep_the_compute_dtype():
