@@ -65,6 +65,12 @@ TESTS = {
     "nn/attention/masks": "test_attention | test_context_parallel -k is_that_of_whole_ones",
     "nn/attention/ring": "test_context_parallel "
     "-k 'whole_ones or go_around or closed_form or dtype_of' | test_attention",
+    "nn/layers": "test_layers | test_precision test_moe test_transformer "
+    "-k 'frozen or independent_numpy or every_parameter or logit_cap'",
+    "nn/parameters": "test_precision test_sharding test_lora -k 'cast or gather or annotations "
+    "or wrappers or frozen or foreign or rules_and or adapters_in_fp32 or draws_are' "
+    "| test_matrix test_lora test_losses -k 'adapter_on_a or under_remat or chain_rule "
+    "or steps_draw or tiles'",
     "nn/precision": "test_precision | test_step -k 'fp16 or bf16'",
     "nn/products": "test_precision -k 'product or matmul or bf16 or frozen or cast' "
     "| test_precision | test_products | test_int8_training | test_matrix "
@@ -73,7 +79,12 @@ TESTS = {
         (f"nn/recurrences/{x}" for x in ("chunks", "gated_deltanet", "mamba2", "mlstm")),
         "test_recurrences | test_rnn -k 'delta or mamba2 or mlstm'",
     ),
+    "nn/recurrences/marks": "test_rnn test_mixers -k 'padding_makes or match_separate or streamed "
+    "or packed_documents or execution_options or truncation or recomputed_memory'",
+    "nn/recurrences/mixers": "test_mixers test_rnn -k 'cannot_be or refused or flops or kinds_of "
+    "or epsilon'",
     "nn/remat": "test_remat | test_mixers",
+    "nn/table_parts": "test_layers",
     "publishing/models": "test_lora",
     "quantization/codes": "test_matrix | test_quantization",
     "quantization/int8_training": "test_int8_training | test_int8_training -m slow",
@@ -120,8 +131,16 @@ TESTS = {
     "alignment/policy": "test_policy",
     "data/masking": "test_masking",
     "mlp": "test_mlp",
-    "transformer/encoder": "test_hf -k 'bert or minilm or esm'",
+    "transformer/encoder": "test_encoder | test_hf -k 'bert or minilm or esm'",
+    "transformer/flops": "test_transformer test_mixers test_latent test_plan_command "
+    "-k 'flops or operations or vision'",
     "transformer/latent": "test_latent | test_hf -k deepseek",
+    "transformer/model": "test_transformer -k 'not flops and not rotary' "
+    "| test_moe test_mixers -k 'balanc or z_loss or packed_documents' "
+    "| test_hf -k 'gemma3 or bert or esm'",
+    "transformer/rotary": "test_transformer -k 'rotary or rope or given_positions or wave' "
+    "| test_hf test_rules -k 'llama3 or yarn or gpt_oss or ministral3 or phi3_short or glm4'",
+    "transformer/row_orders": "test_moe",
     "transformer/vision": "test_vision | test_hf -k 'vit or siglip or dino'",
     "transformer/patches": "test_vision",
     "wrappers/classifier": "test_classifier",

@@ -37,24 +37,26 @@ def make_batch() -> dict[str, jax.Array]:
 
 
 def test_plain_mlp_matches_its_formula():
-    model = make(activation="tanh", norm="none", num_layers=4)
+    model = make(activation="tanh", norm="layer", num_layers=4)
     h = inputs()
     up, down = (jax.tree.map(lambda x: x[0], b) for b in (model.blocks.up, model.blocks.down))
     for layer in (model.first, up, down, model.last):
-        h = jnp.tanh(h @ layer.linear.weight + layer.linear.bias[None])
+        h = jnp.tanh(layer.norm(h @ layer.linear.weight + layer.linear.bias[None]))
     expected = h @ model.head.weight + model.head.bias[None]
     np.testing.assert_allclose(eqx.filter_jit(model)(inputs()), expected, atol=1e-5)
 
 
 def test_residual_mlp_matches_its_formula():
-    model = make(activation="relu", residual=True, norm="none", num_layers=2)
+    model = make(activation="relu", residual=True, norm="rms", num_layers=2)
     first, blocks = model.first.linear, model.blocks
+    assert model.first.norm is None
     h = jax.nn.relu(inputs() @ first.weight + first.bias[None])
     for i in range(2):
-        up = jax.nn.relu(h @ blocks.w_up[i] + blocks.b_up[i][None])
+        normed = jax.tree.map(lambda x: x[i], blocks.norm)(h)  # noqa: B023
+        up = jax.nn.relu(normed @ blocks.w_up[i] + blocks.b_up[i][None])
         h = h + up @ blocks.w_down[i] + blocks.b_down[i][None]
     np.testing.assert_allclose(
-        model(inputs()), h @ model.head.weight + model.head.bias[None], atol=1e-5
+        model(inputs()), model.final_norm(h) @ model.head.weight + model.head.bias[None], atol=1e-5
     )
 
 
@@ -138,12 +140,22 @@ def test_tensor_parallelism_reduces_every_second_layer(residual):
     assert "all-to-all" not in text
 
 
+def test_blocks_begin_with_biases_of_zero_and_matrices_of_their_own():
+    config = mlp.Config(12, 5, hidden_size=32, num_layers=2, residual=True)
+    blocks = eqx.filter_jit(lambda key: mlp.MLP(config, key=key))(KEY).blocks
+    assert not np.any([blocks.b_up, blocks.b_down])
+    drawn = np.concatenate([blocks.w_up, 2**0.5 * blocks.w_down])  # divided by both blocks
+    np.testing.assert_allclose(drawn.std((1, 2)), 32**-0.5, rtol=0.1)
+    assert len(np.unique(drawn.round(5)[:, 0, 0])) == 4
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"hidden_size": 0}, "hidden_size=0"),
         ({"dropout": 1.0}, "dropout=1.0"),
         ({"activation": "sine"}, "activation='sine'.*gelu"),
+        ({"remat": "save:query"}, "remat='save:query'.*block_input, mlp_hidden"),
     ],
 )
 def test_invalid_fields_are_named(changes, message):

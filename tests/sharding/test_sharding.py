@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 import zoo
 from zoo import optimizers, sharding, transformer
-from zoo.nn.parameters import unshard, unshard_foreign
+from zoo.nn.parameters import left_stored, unshard, unshard_foreign
 from zoo.sharding import make_mesh
 from zoo.sharding.axes import ShardingError, is_parameter, logical_axes
 from zoo.sharding.rules import is_matrix, matrix_axes
@@ -435,7 +435,12 @@ def test_gather_leaves_only_compute_sharding(rules: dict, stored: P, used: P):
     def gradient(tree: Any) -> jax.Array:
         return jax.grad(lambda tree: unshard(tree).weight.sum(), allow_int=True)(tree).weight
 
+    def left(tree: Any) -> jax.Array:
+        with left_stored():
+            return unshard(tree).weight * 1
+
     for function, spec in (
+        (left, stored),
         (lambda tree: unshard(tree).weight * 1, used),
         (lambda tree: tree.weight * 1, stored),
         (gradient, stored),

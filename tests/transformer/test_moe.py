@@ -562,9 +562,13 @@ def test_router_z_loss_matches_independent_numpy_formula():
     np.testing.assert_allclose(balance.z, (z * counted).sum(1), rtol=1e-4)
     model, batch = drawn_transformer(**OPTIONS), jax.tree.map(jnp.asarray, token_batch(4, 8))
     both = lambda m: [losses.balanced_next_token(0.1, x)(m, batch, None) for x in (0.0, 0.5)]
-    (without, *_), (total, _, metrics) = eqx.filter_jit(both)(model)
+    run = eqx.filter_jit(both)
+    (without, *_), (total, _, metrics) = run(model)
     assert float(total - without) == pytest.approx(0.5 * float(metrics["router_z"]), rel=1e-3)
-    assert metrics["router_z"] > 1
+    even = eqx.tree_at(lambda m: m.blocks.mlp.router, model, replace_fn=jnp.zeros_like)
+    _, (_, weight, metrics) = run(even)
+    assert float(metrics["router_z"] / weight) == pytest.approx(np.log(EXPERTS) ** 2, rel=1e-5)
+    assert float(metrics["balance"] / weight) == pytest.approx(1, rel=1e-5)
 
 
 @functools.cache
