@@ -107,6 +107,7 @@ def test_a_part_of_a_whole_model_is_opened(
     name: str, whole_type: str, prefix: str, head: str, copy: Any, caplog: Any
 ):
     folder = copy(name)
+    edit(folder, eos_token_id=3)
     plain, part = zoo.load(folder), json.loads((folder / "config.json").read_text())
     stored = {
         x.replace("model.", prefix, 1) if x.startswith("model.") else head + x: y
@@ -126,7 +127,9 @@ def test_a_part_of_a_whole_model_is_opened(
     field = "vision_config" if name == "siglip" else "text_config"
     values = {"model_type": whole_type, field: part}
     (folder / "config.json").write_text(json.dumps(values))
-    assert_same(zoo.load(folder), plain)
+    model = zoo.load(folder)
+    assert_same(model, plain)
+    assert getattr(model.config, "eos_ids", (3,)) == (3,)
     assert all(content in caplog.text for content in others.values())
 
 

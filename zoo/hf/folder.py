@@ -281,7 +281,8 @@ def _open(
         weights = family.as_published(config, weights)
     if family.bare:
         _, config = _family(folder, values, options.ignore, weights.tensors)
-    config = token_ids.with_eos_ids(config, folder, values)
+    of_part = values[family.described_by] if values["model_type"] == family.within else {}
+    config = token_ids.with_eos_ids(config, folder, values, of_part)
     skeleton = family.skeleton(config)
     present = (x for x in family.prefixes if family.marker.format(prefix=x) in weights.tensors)
     prefix = next(present, family.prefix(config))

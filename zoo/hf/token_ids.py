@@ -21,11 +21,11 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 logger = logging.getLogger(__name__)
 
 
-def with_eos_ids(config: Any, folder: Path, values: Mapping[str, Any]) -> Any:
+def with_eos_ids(config: Any, folder: Path, *values: Mapping[str, Any]) -> Any:
     """The configuration of a model in Hugging Face's format with the ids that end its texts.
 
-    Those are in `generation_config.json`, or else among the `values` of `config.json`. A family
-    without such a field keeps its configuration.
+    Those are in `generation_config.json`, or else among the `values` of `config.json`, of which a
+    part's come after the whole model's. A family without such a field keeps its configuration.
 
     Ids that the vocabulary does not have are left out with a warning: they are never drawn.
 
@@ -35,7 +35,7 @@ def with_eos_ids(config: Any, folder: Path, values: Mapping[str, Any]) -> Any:
     if not hasattr(config, "eos_ids"):
         return config
     try:
-        ids = _listed(read_generation(folder), values)
+        ids = _listed(read_generation(folder), *values)
     except ValueError as error:
         raise PublishError(f"{folder}: {EOS} of {GENERATION} or {CONFIG}: {error}") from None
     known = _known(ids, config)
