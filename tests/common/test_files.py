@@ -1,7 +1,9 @@
 import concurrent.futures
+import contextlib
 import errno
 import os
 import re
+import stat
 import subprocess
 import sys
 import time
@@ -162,6 +164,22 @@ def test_saved_models_are_synced(journal, tmp_path):
         [new] = [x[1] for x in journal if x[0] == "rename" and x[2] == tmp_path / "model"]
         assert_outlives_a_power_cut(journal, new, tmp_path / "model")
         journal.clear()
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EIO])
+def test_a_file_system_need_not_sync_folders(code, monkeypatch, tmp_path):
+    fsync = os.fsync
+
+    def synced(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(code, os.strerror(code))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    fails = pytest.raises(OSError, match=os.strerror(errno.EIO))
+    with fails if code == errno.EIO else contextlib.nullcontext():
+        files.replace(tmp_path / "file", "new")
+    assert (tmp_path / "file").read_text() == "new"
 
 
 def test_full_disk_error_names_the_file(tmp_path):

@@ -1,6 +1,7 @@
 """Files and folders: their names, and local writes that survive a power cut."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -195,6 +196,9 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # of a file system that syncs no folders, as SMB's
+            raise
     finally:
         os.close(descriptor)
 
