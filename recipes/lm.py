@@ -17,13 +17,14 @@ trains an encoder to fill in hidden tokens, and shows a text with its fillings.
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import zoo
 from zoo import language, losses, masked, optimizers, text, transformer
 from zoo.common.configuration import require
 from zoo.data import masking
 from zoo.runs.command_line import cli
+from zoo.training.loss_values import LossFunction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +87,10 @@ def main(config: Config) -> None:
         )
         training = dataclasses.replace(
             training,
+            loss_fn=loss_of(config),
             flops_per_token=transformer.num_flops_per_token(model, max(data.train.buckets)),
             remat=model.remat,
         )
-        if model.experts.num_experts is not None:
-            loss_fn = losses.balanced_next_token(config.balance, config.router_z)
-            training = dataclasses.replace(training, loss_fn=loss_fn)
         language.train(run, data, training)
 
 
@@ -104,7 +103,15 @@ def train_masked(run: zoo.Run, config: Config) -> None:
     )
     # The unit of its losses and speeds is a hidden token.
     flops = transformer.num_flops_per_token(model, max(data.train.buckets)) / config.mask.rate
-    masked.train(run, data, dataclasses.replace(training, flops_per_token=flops, remat=model.remat))
+    changes: dict[str, Any] = {"loss_fn": loss_of(config), "flops_per_token": flops}
+    masked.train(run, data, dataclasses.replace(training, **changes, remat=model.remat))
+
+
+def loss_of(config: Config) -> LossFunction:
+    """The loss of tokens, next or hidden ones; of a model with experts with that of their load."""
+    if config.model.experts.num_experts is None:
+        return losses.next_token
+    return losses.balanced_next_token(config.balance, config.router_z)
 
 
 def model_config(config: Config, data: text.Text) -> transformer.Config:

@@ -1,12 +1,14 @@
 """What the class token reads, against a formula in numpy, and the picture of it."""
 
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import PIL.Image
 import pytest
-from helpers import drawn_model
+from helpers import drawn_model, with_config
 
 from zoo import images, transformer
 
@@ -35,6 +37,11 @@ def test_weights_are_those_of_the_last_block(tmp_path):
     weights /= weights.sum(-1, keepdims=True)
     np.testing.assert_allclose(found, weights[:, :, 2:].reshape(3, 2, 2, 3), atol=1e-5)
     assert np.ptp(found) > 0.01
+    alone = with_config(model, dataclasses.replace(config, num_layers=1))
+    last = jax.tree.map(lambda stacked: stacked[1:], model.blocks)
+    alone = eqx.tree_at(lambda model: model.blocks, alone, last)
+    found_alone = eqx.filter_jit(images.class_attention)(alone, pixels)
+    np.testing.assert_allclose(found_alone, found, atol=1e-5)
 
     images.draw_attention(tmp_path / "maps.png", np.clip(pixels, 0, 1), found, ["a", "b", "c"])
     with PIL.Image.open(tmp_path / "maps.png") as picture:

@@ -1,6 +1,7 @@
 """Encoders that fill in hidden tokens; on a mesh in tests/runs/test_multiprocess.py."""
 
 import re
+from itertools import chain
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,7 @@ import zoo
 from recipes import lm
 from zoo.data.masking import with_mask
 from zoo.data.tokenizer import load_tokenizer
+from zoo.runs.metrics import read_metrics
 
 FLAGS = (
     "--objective=masked",
@@ -67,7 +69,11 @@ def test_bytes_and_mixtures_have_no_mask(corpus, tmp_path):
 
 
 def test_masks_of_a_sentence_are_filled(corpus, tmp_path, capsys, no_curves):
-    assert train(tmp_path / "run", corpus).keys() == {*range(1, 7)}
+    """By an encoder with experts, whose load is in the loss."""
+    experts = ("--model.experts.num-experts=2", "--router-z=0.01")
+    assert train(tmp_path / "run", corpus, *experts).keys() == {*range(1, 7)}
+    found = {*chain.from_iterable(read_metrics(tmp_path / "run" / "metrics.jsonl"))}
+    assert {"balance", "router_z"} <= found
     said = capsys.readouterr().out
     assert "nats per hidden token" in said
     shown = (tmp_path / "run" / "fillings.txt").read_text()

@@ -208,8 +208,9 @@ def apart(
 
 
 def _num_layers(arrays: PyTree, own: Own) -> int:
-    found = jax.tree_util.tree_leaves_with_path(arrays)  # perhaps none of them in all layers
-    return max(own.get(_field(path), range(len(x)))[-1] + 1 for path, x in found)
+    # Perhaps no array is in all layers: the last one that has an array counts.
+    found = [(_field(path), len(x)) for path, x in jax.tree_util.tree_leaves_with_path(arrays)]
+    return max(own[name][-1] + 1 if name in own else length for name, length in found)
 
 
 def _field(path: tuple) -> str:

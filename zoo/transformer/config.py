@@ -55,7 +55,7 @@ class Config:
     tie_embeddings: bool = False
     """Use the embedding as the output head: one leaf."""
     logit_multiplier: float = 1.0
-    """Factor of the output logits, before the bound (one over Granite's logits_scaling)."""
+    """Factor of the output logits, before bias and bound (one over Granite's logits_scaling)."""
     logit_soft_cap: float | None = None
     """Bounds the output logits by cap · tanh(logits / cap) (Gemma 2)."""
     dropout: float = of_training(0.0)
