@@ -17,6 +17,7 @@ import zoo
 import zoo.runs.recorder
 from zoo import ensemble, losses, sharding
 from zoo.nn import stateful
+from zoo.nn.stateful import LoadBias, moved
 from zoo.runs.config import Config
 from zoo.runs.monitor import CompileCounter
 
@@ -95,6 +96,17 @@ def test_states_are_threaded_in_order_and_not_trained(precision: Any, accumulate
     assert float(metrics["param_norm"]) == pytest.approx(norm, rel=1e-6)
     floats = [x for x in arrays(state.opt_state).values() if x.ndim]
     assert len(floats) == 2  # the moments of one parameter
+
+
+def test_a_bias_of_experts_moves_against_its_load():
+    """By its rate, whatever the load; one that is even, but for rounding, stays."""
+    bias = LoadBias(jnp.full(4, 0.5), 0.25)
+    error = LoadBias(jnp.asarray([2.0, -3.0, 1e-6, 0.0]), 0.25)
+    got = moved({"bias": bias, "other": jnp.ones(2)}, {"bias": error, "other": jnp.ones(2)})
+    np.testing.assert_array_equal(got["bias"].value, [0.25, 0.75, 0.5, 0.5])
+    np.testing.assert_array_equal(got["other"], 1)
+    frozen = eqx.tree_at(lambda bias: bias.value, error, None)
+    assert moved(bias, frozen) is bias
 
 
 def test_states_are_not_weakly_typed():

@@ -207,6 +207,17 @@ def test_per_example_gradients_match_single_rows(make_model, x, mesh):
     np.testing.assert_allclose(row_losses.sum(), gradient_of(model, batch)[0], rtol=1e-5)
 
 
+def test_each_row_draws_by_a_key_of_its_own():
+    def loss(model, batch, key):
+        return model * (0.0 if key is None else jax.random.uniform(key)), 1.0, {}
+
+    with_key, without = (
+        ensemble.per_example(loss)(jnp.ones(()), jnp.zeros((3, 2)), key)[1] for key in (KEY, None)
+    )
+    assert len(np.unique(with_key)) == 3
+    np.testing.assert_array_equal(without, [0, 0, 0])
+
+
 def test_zero_members_are_refused():
     with pytest.raises(ValueError, match="num_members=0"):
         Ensemble(make_mlp, 0, key=KEY)
