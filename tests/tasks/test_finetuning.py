@@ -681,8 +681,10 @@ def test_mismatched_models_and_tokenizers_are_refused(tune, tmp_path):
     with pytest.raises(ValueError, match="model='mlp-digits' is a MLP"):
         tune("--model=mlp-digits")
     (tmp_path / "unfinished" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(PublishError, match="is a run that has not finished"):
-        tune(f"--model={tmp_path / 'unfinished'}")
+    for name in (".lock", "config.json"):  # a run's own
+        (tmp_path / "unfinished" / name).write_text("{}")
+        with pytest.raises(PublishError, match="unfinished is a run that has not finished"):
+            tune(f"--model={tmp_path / 'unfinished'}")
     with pytest.raises(ValueError, match=r"^lora.rank=4: method='full'"):
         finetuning.Config(run_dir=tmp_path, steps=1, lora=zoo.lora.Config(rank=4))
     with pytest.raises(ValueError, match="trains nothing but adapters"):

@@ -223,10 +223,20 @@ def name_of(folder: Path) -> str:
     if (folder / checksums.NAME).exists():
         verify(folder)
     read_json(folder / CONFIG)
+    check_finished(folder)
     raise PublishError(
         f"{folder / CONFIG} describes no model in a format that is installed: "
         + ", ".join(formats())
     )
+
+
+def check_finished(folder: Any) -> None:
+    """Raise a PublishError for the folder or address of a run, which gets its model at the end."""
+    if (folder / "checkpoints").is_dir():
+        raise PublishError(
+            f"{folder} is a run that has not finished: it has no model yet; the command that began "
+            "it resumes it"
+        )
 
 
 def of(folder: Path) -> Format:

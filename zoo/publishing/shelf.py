@@ -74,8 +74,7 @@ def find(name_or_folder: str | Path, *, revision: str | None = None, weights: bo
         given = local_path(name_or_folder, "model")
         if (folder := _local(name_or_folder)) is not None:
             return folder
-        if (given / "checkpoints").is_dir():
-            raise PublishError(f"{given} is a run that has not finished: it has no model yet")
+        formats.check_finished(given)
         if Path(name_or_folder).is_file():
             raise PublishError(f"{name_or_folder} is a file: a model is a folder with a {CONFIG}")
         if Path(name_or_folder).exists():
@@ -236,10 +235,7 @@ def _listing(address: object) -> _Listing:
                 f"{store.address} is being saved, or that was interrupted: wait, or save it again"
             )
     with explained(given.place):
-        if (given.place / "checkpoints").is_dir():
-            raise PublishError(
-                f"{given.address} is a run that has not finished: it has no model yet"
-            )
+        formats.check_finished(given.place)
     for store in reversed(stores):
         if any(store.read(name) is not None for name in formats.config_files()):
             return _plain(store)
