@@ -44,6 +44,7 @@ def generate(
 
     The `options` are the fields of `zoo.Sampling`, such as `temperature=0.5`: they replace the
     fields of `sampling`. A row's tokens depend neither on the other rows nor on the model's mesh.
+    With a draft that is so of greedy tokens, and of the distribution of others.
 
     A prompt int32[batch, prompt] gives int32[batch, prompt + max_new_tokens], in which a row that
     has come to one of the `stop_tokens` repeats it to its end. Lists of ids, of any lengths, give
