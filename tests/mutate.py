@@ -65,6 +65,7 @@ TESTS = {
     "nn/attention/masks": "test_attention | test_context_parallel -k is_that_of_whole_ones",
     "nn/attention/ring": "test_context_parallel "
     "-k 'whole_ones or go_around or closed_form or dtype_of' | test_attention",
+    "nn/grouped_products": "test_grouped_products",
     "nn/layers": "test_layers | test_precision test_moe test_transformer "
     "-k 'frozen or independent_numpy or every_parameter or logit_cap'",
     "nn/parameters": "test_precision test_sharding test_lora -k 'cast or gather or annotations "
@@ -130,6 +131,8 @@ TESTS = {
     "alignment/pair_losses": "test_preferences -k 'not optimum' | test_preferences",
     "alignment/policy": "test_policy",
     "data/masking": "test_masking",
+    "images/processor": "test_processor",
+    "images/augmentation": "test_augmentation",
     "mlp": "test_mlp",
     "transformer/encoder": "test_encoder | test_hf -k 'bert or minilm or esm'",
     "transformer/flops": "test_transformer test_mixers test_latent test_plan_command "

@@ -57,3 +57,24 @@ def test_settings_that_are_not_supported_are_refused(changes: dict, message: str
 def test_a_crop_that_is_larger_is_refused():
     with pytest.raises(ValueError, match=r"crop=\(9, 9\): .* 4 x 4 is smaller"):
         images.Processor(size=(4, 4), crop=(9, 9)).resized(np.zeros((6, 6, 3), np.uint8))
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [
+        images.Processor(),
+        images.Processor(size=None, scale=1.0, mean=(0.0, 0.1, 0.2), std=(1.0, 2.0, 3.0)),
+        images.Processor(size=8, crop=(6, 4), resample=3),
+    ],
+    ids=["default", "no size", "crop"],
+)
+def test_a_processor_is_read_as_it_was_written(processor: images.Processor, tmp_path: Path):
+    processor.save(tmp_path)
+    assert images.Processor.of(tmp_path) == processor
+
+
+def test_without_settings_values_are_from_minus_one_to_one():
+    processor = images.Processor(size=None, crop=(1, 2))  # as large as the picture
+    picture = np.asarray([[[0, 51, 255], [255, 204, 0]]], np.uint8)
+    got = processor.normalised(processor.resized(picture))
+    np.testing.assert_allclose(got, [[[-1, -0.6, 1], [1, 0.6, -1]]], atol=1e-6)

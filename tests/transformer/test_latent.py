@@ -124,6 +124,7 @@ def test_its_operations_are_six_per_weight_and_twelve_per_pair():
 
 
 def test_what_latent_attention_has_not_is_refused():
+    assert small_config(**{**LATENT, "attention.latent.value_dim": 10}).value_size == 10  # all
     for name, value in (
         *[("qkv_bias", True), ("qk_norm", "per_head"), ("sinks", True), ("num_kv_heads", 2)],
         *[("out_bias", True), ("clip", 5.0)],

@@ -699,15 +699,19 @@ def test_shared_experts_are_an_mlp_for_every_token():
     assert block.shared_mlp.w_up.shape == (32, 24)
     x = jax.random.normal(jax.random.key(0), (2, 5, 32))
     block = eqx.tree_at(lambda block: block.attention.wo, block, replace_fn=jnp.zeros_like)
-    call = eqx.filter_jit(lambda block, x: block(x, None, None, None, None)[0])
+    call = eqx.filter_jit(lambda block, x, ids: block(x, ids, None, None, None))
     alone = eqx.tree_at(lambda block: block.shared_mlp, block, None)
-    with_, without = call(block, x), call(alone, x)
+    ids = jnp.asarray([[1, 1, 2, 0, 0], [1, 1, 1, 1, 1]], jnp.int32)
+    (with_, of_all), (without, of_tokens) = call(block, x, None), call(alone, x, ids)
     normed = block.mlp_norm(x)
     gate = 1 / (1 + np.exp(-np.asarray(normed) @ np.asarray(block.shared_gate)))
     want = np.asarray(block.shared_mlp(normed)) * gate
     np.testing.assert_allclose(with_ - without, want, atol=1e-4)
     low = cast(block, jnp.bfloat16)
-    assert eqx.filter_eval_shape(call, low, x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+    assert eqx.filter_eval_shape(call, low, x.astype(jnp.bfloat16), ids)[0].dtype == jnp.bfloat16
+    z = np.square(jax.nn.logsumexp(normed @ block.mlp.router, -1))
+    np.testing.assert_allclose(of_all.z, z.sum(1), rtol=1e-4)
+    np.testing.assert_allclose(of_tokens.z, z.sum(1, where=ids > 0), rtol=1e-4)  # not of padding
 
 
 BAD = [

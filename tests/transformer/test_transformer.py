@@ -339,6 +339,8 @@ def test_call_options_are_checked():
         call(tokens, token_mask=tokens > 0)
     with pytest.raises(TypeCheckError, match="mask"):
         call(tokens, mask=tokens[:, :3] > 0)
+    with pytest.raises(ValueError, match=r"encoder\.pooler=False: this model has none"):
+        call.pooled(jnp.zeros((2, 4, 32)))
 
 
 def test_invalid_configurations_name_the_field():
@@ -425,16 +427,18 @@ def test_waves_are_stretched_by_how_often_they_fit():
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
-@pytest.mark.parametrize("truncate", [True, False])
-def test_yarn_stretches_waves_by_their_number(truncate: bool):
-    """From the one that fits 32 times, which stays, to the one that fits once."""
-    frequency = 10_000.0 ** (-np.arange(16) / 16)
-    ends = [16 * np.log(4096 / (2 * np.pi * fits)) / np.log(10_000) for fits in (32, 1)]
-    ends = [np.floor(ends[0]), np.ceil(ends[1])] if truncate else ends
+@pytest.mark.parametrize(
+    ("theta", "high", "truncate"), [(10_000.0, 32, True), (10_000.0, 32, False), (10.0, 128, True)]
+)
+def test_yarn_stretches_waves_by_their_number(theta: float, high: int, truncate: bool):
+    """From the one that fits so often, which stays, to the one that fits once, or to twice all."""
+    frequency = theta ** (-np.arange(16) / 16)
+    ends = [16 * np.log(4096 / (2 * np.pi * fits)) / np.log(theta) for fits in (high, 1)]
+    ends = [np.floor(ends[0]), min(np.ceil(ends[1]), 31)] if truncate else ends
     kept = np.interp(np.arange(16), ends, [1, 0])
-    assert ((kept > 0) & (kept < 1)).sum() == 6
-    scaling = RopeScaling(8.0, 1.0, 32.0, 4096, ramp="yarn", truncate=truncate)
-    found = scaling.stretch(jnp.asarray(frequency, jnp.float32), 10_000.0, POSITION)
+    assert ((kept > 0) & (kept < 1)).sum() >= 4
+    scaling = RopeScaling(8.0, 1.0, float(high), 4096, ramp="yarn", truncate=truncate)
+    found = scaling.stretch(jnp.asarray(frequency, jnp.float32), theta, POSITION)
     np.testing.assert_allclose(found, frequency * (kept + (1 - kept) / 8), rtol=1e-5)
 
 
@@ -443,4 +447,6 @@ def test_rotary_positions_keep_the_compute_dtype():
     # In bf16 the positions 1000 and 1001 would be the same.
     y = np.asarray(rotate(x, [[1000, 1001]]).astype(jnp.float32))
     assert rotate(x, [[0, 1]]).dtype == jnp.bfloat16
+    grown = rotary.Rotary(*(jnp.ones((1, 2, 8)),) * 2, growth=jnp.ones((1, 2)))
+    assert jax.eval_shape(rotary.rotate_queries, x, grown).dtype == jnp.bfloat16
     assert np.abs(y[0, 0] - y[0, 1]).max() > 0.1

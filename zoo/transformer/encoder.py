@@ -97,6 +97,5 @@ def embed(
     Gurevych 2019), as for MiniLM.
     """
     x_BTE = model.without_head().hidden(tokens, mask=mask).astype(jnp.float32)
-    counted_BT1 = mask.astype(jnp.float32)[:, :, None]
-    mean_BE = (x_BTE * counted_BT1).sum(1) / jnp.maximum(counted_BT1.sum(1), 1.0)
-    return mean_BE / jnp.maximum(jnp.linalg.norm(mean_BE, axis=-1, keepdims=True), 1e-12)
+    sum_BE = x_BTE.sum(1, where=mask[:, :, None])  # of the mean's direction
+    return sum_BE / jnp.maximum(jnp.linalg.norm(sum_BE, axis=-1, keepdims=True), 1e-12)
