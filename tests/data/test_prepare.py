@@ -492,3 +492,14 @@ def test_long_documents_are_tokenized_in_pieces(monkeypatch):
     assert tokenizer.decode(short) == "short"
     assert ids.tolist() == encode(text).tolist()
     assert max(lengths) <= 120
+
+
+@pytest.mark.parametrize("letter", [" ", "\n", "N"])
+def test_pieces_of_a_long_run_lose_and_repeat_nothing(letter, monkeypatch):
+    monkeypatch.setattr(tokenizing, "CONTEXT", 50)
+    tokenizer = BPETokenizer.train(["a" + letter * n + "b" for n in range(40)], 300)
+    text = "ab" + letter * 1000 + "b"
+    for longest in (201, 202, 203):
+        [ids] = tokenizing.encode(tokenizer, [text], longest=longest)
+        assert tokenizer.decode(ids) == text
+        assert len(ids) < 200  # as runs are tokens

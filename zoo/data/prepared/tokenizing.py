@@ -285,16 +285,24 @@ def encode(tokenizer: Tokenizer, texts: list[str], longest: int = PIECE) -> Iter
             end = begin + longest
             if end < len(text):
                 end = text.rfind("\n", begin, end) + 1 or end
-            ids.append(_encode_piece(tokenizer, text, begin, end))
-            begin = end
+            found, begin = _encode_piece(tokenizer, text, begin, end)
+            ids.append(found)
         yield np.concatenate(ids)
 
 
-def _encode_piece(tokenizer: Tokenizer, text: str, begin: int, end: int) -> np.ndarray:
-    first = max(0, begin - CONTEXT)
-    ids, spans = tokenizer.encode_spans(text[first : end + CONTEXT])
-    starts = first + spans[:, 0]
-    return ids[(starts >= begin) & ((starts < end) | (end >= len(text)))]
+def _encode_piece(tokenizer: Tokenizer, text: str, begin: int, end: int) -> tuple[np.ndarray, int]:
+    """The ids of a piece, and where the next one begins: behind the last token that begins in it.
+
+    In a long run of one letter tokens may begin elsewhere after the text before the piece than they
+    did in the piece before: then the piece is tokenized without that text.
+    """
+    for first in (max(0, begin - CONTEXT), begin):
+        ids, spans = tokenizer.encode_spans(text[first : end + CONTEXT], inside=first > 0)
+        starts, stops = first + spans.T
+        if begin in starts:
+            break
+    kept = (starts >= begin) & ((starts < end) | (end >= len(text)))
+    return ids[kept], int(stops[kept].max(initial=end))
 
 
 def _merge(runs: Path, lengths: list[int], out: Path) -> int:
