@@ -66,6 +66,8 @@ class Config(distillation.Config):
                 f"model.experts.num_experts={experts}: a student has no experts, which need a loss "
                 "of their own; leave it out"
             )
+        if self.student == "transformer":
+            language.check_row_lengths(self.row_lengths, self.model, "model")
 
 
 def main(config: Config) -> None:

@@ -58,6 +58,7 @@ class Config(language.Config):
             self.router_z == 0 or self.model.experts.num_experts is not None,
             f"router_z={self.router_z}: is for models with experts; set model.experts.num_experts",
         )
+        language.check_row_lengths(self.row_lengths, self.model, "model")
         masked = self.objective == "masked"
         require(
             masked or self.mask == masking.Config(),

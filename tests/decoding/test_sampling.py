@@ -381,7 +381,7 @@ def test_models_without_next_token_are_refused():
         (drawn_rnn("gru", bidirectional=True), "bidirectional=True"),
         (drawn_rnn("gru", pooling="last", out_size=VOCAB), "pooling='last'"),
         (drawn_rnn("gru", out_size=3), "out_size=3"),
-        (mlp.MLP(mlp.Config(in_size=2, out_size=2), key=KEY), "a MLP is no decoder"),
+        (mlp.MLP(mlp.Config(in_size=2, out_size=2), key=KEY), "MLP is not a decoder"),
     ):
         with pytest.raises(ValueError, match=message):
             zoo.generate(model, PROMPT, max_new_tokens=2, temperature=0.0)

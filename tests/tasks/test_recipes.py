@@ -14,8 +14,8 @@ import tyro
 from recipe_cases import RECIPES, STEPS, Recipe, finish, losses, metrics, shared
 
 import zoo
-from recipes import finetune, generate, lm
-from zoo import language, rnn, sharding, transformer
+from recipes import distill, finetune, generate, lm
+from zoo import language, rnn, sharding, text, transformer
 from zoo.data.tokenizer import ByteTokenizer
 from zoo.nn.precision import native_precision
 from zoo.publishing import PublishError
@@ -472,6 +472,12 @@ def test_unsampleable_models_are_refused_before_training(case, train, tmp_path, 
         (lm, {"sample_every": 0}, r"sample_every=0: .* 1"),
         (finetune, {"label": "kind", "sample_every": 5}, "sample_every=5: a classifier"),
         (generate, {"seed": 2**32}, r"seed=4294967296: .* 0 to 4294967295"),
+        (lm, {"data": text.Config(seq_len=4096)}, r"data\.seq_len=4096: .* 2048 positions"),
+        (
+            distill,
+            {"model": dataclasses.replace(distill.Config.model, max_seq_len=32)},
+            r"data\.seq_len=\d+: .* 32 positions",
+        ),
         (generate, {"num_beams": 0}, r"num_beams=0: .* 1"),
         (generate, {"num_beams": 2, "sampling": zoo.Sampling(min_p=0.1)}, r"num_beams=2: .*min_p"),
     ],

@@ -140,4 +140,4 @@ def decoder_of(model: Any) -> Decoder:
                         f"parts, or define {', '.join(METHODS)} as well"
                     )
             return adapter(model)
-    raise ValueError(f"a {cls.__name__} is no decoder: it has no next token")
+    raise ValueError(f"{cls.__name__} is not a decoder: it has no next token")

@@ -71,7 +71,7 @@ def check_row_lengths(rows: Mapping[str, tuple[int, ...]], model: Any, what: str
         require(
             limit is None or max(lengths) <= limit,
             f"{flag}={max(lengths)}: {what} has {limit} positions (its max_seq_len); give rows of "
-            f"at most {limit} tokens",
+            f"at most {limit} tokens, or a model with more positions",
         )
 
 
