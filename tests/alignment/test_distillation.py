@@ -220,18 +220,21 @@ def test_a_teacher_takes_two_flops_per_weight():
 
 
 @pytest.mark.parametrize(
-    ("flag", "message"),
+    ("flags", "message"),
     [
         ("--teacher=mlp-digits", r"teacher='mlp-digits' .* MLP"),
-        ("--data.seq-len=4096", "data.seq_len=4096: teacher=.* has 2048 positions"),
+        (
+            "--data.seq-len=4096 --model.max-seq-len=4096",
+            "data.seq_len=4096: teacher=.* has 2048 positions",
+        ),
         ("--teacher=lm-python", r"'bytes', of 257 .* of 2048"),
         ("--model.vocab-size=999", r"vocab_size=999: teacher=.* 320"),
     ],
 )
-def test_unfit_teachers_are_refused_before_any_compute(flag, message, distil, monkeypatch):
+def test_unfit_teachers_are_refused_before_any_compute(flags, message, distil, monkeypatch):
     monkeypatch.setattr(distillation, "read_text", None)
     with pytest.raises(ValueError, match=message):
-        distil(flag)
+        distil(*flags.split())
 
 
 def test_text_of_another_tokenizer_is_refused(distil, tmp_path):

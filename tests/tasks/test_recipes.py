@@ -416,11 +416,6 @@ def test_initial_scales_are_those_of_the_parametrization(name, head, train, tmp_
 UNFIT = {
     "not causal": ("lm", ["--model.no-causal"], "causal=False: this is an encoder"),
     "both ways": ("rnn", ["--model.bidirectional"], "bidirectional=True: this network has no next"),
-    "long rows": (
-        "lm",
-        ["--model.positions.kind=learned", "--model.max-seq-len=31"],
-        "the longest row of data: a sequence of 32 is longer than max_seq_len=31",
-    ),
     "long sample": (
         "lm",
         ["--model.positions.kind=learned", "--model.max-seq-len=64", "--sample-tokens=64"],
@@ -462,6 +457,13 @@ def test_unsampleable_models_are_refused_before_training(case, train, tmp_path, 
     monkeypatch.setattr(loop, "fit", lambda *_, **__: pytest.fail("it was trained"))
     with pytest.raises(ValueError, match=re.escape(message)):
         train(name, tmp_path / "run", *(flag.format(tmp=unfit) for flag in flags))
+
+
+def test_long_rows_are_refused_in_recipes_without_a_check(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(lm.Config, "__post_init__", lambda self: None)
+    monkeypatch.setattr(loop, "fit", lambda *_, **__: pytest.fail("it was trained"))
+    with pytest.raises(ValueError, match="row of data=32: .* 31 positions"):
+        train("lm", tmp_path / "run", "--model.max-seq-len=31")
 
 
 @pytest.mark.parametrize(

@@ -220,15 +220,14 @@ def check(
     skeleton = eqx.filter_eval_shape(training.make_model, jax.random.key(0), *given)
     decoder = decoder_of(published(skeleton))
     decoder.check_decoder(0)
-    lengths = {
-        "the longest row of data": max(*data.train.buckets, *data.held_out.buckets),
-        f"sample_tokens={sample_tokens}": prompt + sample_tokens,
-    }
-    for what, length in lengths.items():
-        try:
-            decoder.check_decoder(length)
-        except ValueError as error:
-            raise ValueError(f"{what}: {error}; lower the one, or raise the other") from error
+    rows = {"the longest row of data": (*data.train.buckets, *data.held_out.buckets)}
+    check_row_lengths(rows, decoder.config, "the model")
+    try:
+        decoder.check_decoder(prompt + sample_tokens)
+    except ValueError as error:
+        raise ValueError(
+            f"sample_tokens={sample_tokens}: {error}; lower the one, or raise the other"
+        ) from error
 
 
 def sample(
