@@ -35,6 +35,36 @@ def test_crops_are_parts_of_the_picture():
         images.crop(8, smallest=0.0)
 
 
+def test_a_picture_of_one_pixel_is_cropped():
+    for seed in range(20):
+        dot = {"image": np.full((1, 1, 1), 9, np.uint8)}
+        np.testing.assert_array_equal(images.crop(2)(dot, np.random.default_rng(seed))["image"], 9)
+
+
+class Given(np.random.Generator):
+    """A generator that gives numbers of one's own."""
+
+    factors = (1.0, 1.0, 1.0)
+
+    def uniform(self, low, high, size):
+        assert (low, high, size) == (0.5, 1.5, 3)
+        return np.asarray(self.factors)
+
+
+def test_colours_are_changed_by_their_factors():
+    x = ROW["image"] // 4 + 80.0
+    mean, grey = x.mean(), x.mean(-1, keepdims=True)
+    for factors, want in (
+        ((1.5, 1, 1), 1.5 * x),
+        ((1, 0.5, 1), mean + 0.5 * (x - mean)),
+        ((1, 1, 0.5), grey + 0.5 * (x - grey)),
+    ):
+        rng = Given(np.random.PCG64())
+        rng.factors = factors
+        found = images.colour(0.5)({"image": x.astype(np.uint8)}, rng)["image"]
+        np.testing.assert_allclose(found, want, atol=0.51)
+
+
 def test_half_of_the_pictures_are_mirrored():
     rng = np.random.default_rng(0)
     flipped = [images.flip(ROW, rng)["image"] is not ROW["image"] for _ in range(400)]
