@@ -89,6 +89,7 @@ TESTS = {
     "publishing/models": "test_lora",
     "quantization/codes": "test_matrix | test_quantization",
     "quantization/int8_training": "test_int8_training | test_int8_training -m slow",
+    "quantization/loading": "test_matrix -k 'loading or host or sharded or hugging or named'",
     "quantization/matrix": "test_matrix | test_quantization",
     "rnn/cells": "test_rnn -k 'pytorch or sequential_form or every_parameter' | test_rnn",
     "rnn/recurrence": "test_rnn",
@@ -131,10 +132,13 @@ TESTS = {
     "alignment/pair_losses": "test_preferences -k 'not optimum' | test_preferences",
     "alignment/policy": "test_policy",
     "data/masking": "test_masking",
+    **{f"images/{x}": f"test_{x}" for x in ("attention_maps", "augmentation", "classes")},
     "images/processor": "test_processor",
-    "images/augmentation": "test_augmentation",
     "mlp": "test_mlp",
     "transformer/encoder": "test_encoder | test_hf -k 'bert or minilm or esm'",
+    "transformer/config": "test_transformer test_mixers test_moe test_latent "
+    "-k 'invalid or defaults or cannot_be or kinds_of or have_a_mixer or refused or flops "
+    "or every_parameter or latent'",
     "transformer/flops": "test_transformer test_mixers test_latent test_plan_command "
     "-k 'flops or operations or vision'",
     "transformer/latent": "test_latent | test_hf -k deepseek",

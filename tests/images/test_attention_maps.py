@@ -15,7 +15,7 @@ from zoo import images, transformer
 
 def test_weights_are_those_of_the_last_block(tmp_path):
     config = transformer.VisionConfig(
-        image_size=8, patch_size=4, d_model=16, num_layers=2, num_heads=2, num_registers=1,
+        image_size=8, patch_size=4, d_model=16, num_layers=2, num_heads=2, num_registers=2,
         layer_scale=0.5,
     )  # fmt: skip
     model = drawn_model(lambda key: transformer.VisionTransformer(config, key=key))
@@ -35,7 +35,7 @@ def test_weights_are_those_of_the_last_block(tmp_path):
     k = np.einsum("bte,enh->btnh", x, attention.wk[1]) + attention.bk[1]
     weights = np.exp(np.einsum("bnh,btnh->bnt", q, k) / np.sqrt(8))
     weights /= weights.sum(-1, keepdims=True)
-    np.testing.assert_allclose(found, weights[:, :, 2:].reshape(3, 2, 2, 3), atol=1e-5)
+    np.testing.assert_allclose(found, weights[:, :, 3:].reshape(3, 2, 2, 3), atol=1e-5)
     assert np.ptp(found) > 0.01
     alone = with_config(model, dataclasses.replace(config, num_layers=1))
     last = jax.tree.map(lambda stacked: stacked[1:], model.blocks)

@@ -49,6 +49,16 @@ def test_each_picture_is_in_one_part_with_its_folders_label(folder):
     assert greys(read(folder).held_out) - {(7, 0)} == held_out
 
 
+def test_only_the_pictures_to_train_on_are_shuffled(folder):
+    def in_order(dataset, epoch):
+        numbers = range(epoch * dataset.batches_per_epoch, (epoch + 1) * dataset.batches_per_epoch)
+        return np.concatenate([dataset.batch(k)["inputs"][:, 0, 0, 0] for k in numbers])
+
+    data = read(folder, augment=False)
+    assert (in_order(data.train, 0) != in_order(data.train, 1)).any()
+    np.testing.assert_array_equal(in_order(data.held_out, 0), in_order(data.held_out, 1))
+
+
 def test_only_the_pictures_to_train_on_are_augmented(folder):
     wide = np.repeat(np.arange(24, dtype=np.uint8)[None, :, None] * 10, 20, 0).repeat(3, 2)
     for path in folder.glob("*/*.png"):
