@@ -462,7 +462,7 @@ def test_unsampleable_models_are_refused_before_training(case, train, tmp_path, 
 def test_long_rows_are_refused_in_recipes_without_a_check(train, tmp_path, monkeypatch):
     monkeypatch.setattr(lm.Config, "__post_init__", lambda self: None)
     monkeypatch.setattr(loop, "fit", lambda *_, **__: pytest.fail("it was trained"))
-    with pytest.raises(ValueError, match="row of data=32: .* 31 positions"):
+    with pytest.raises(ValueError, match=r"row of data=32: .* 31 positions"):
         train("lm", tmp_path / "run", "--model.max-seq-len=31")
 
 
