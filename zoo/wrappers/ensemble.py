@@ -82,7 +82,7 @@ def member_loss(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         totals, weights, metrics, *state = model.map(one)
         total, mean = totals.sum(), totals.mean()
         total = total - jax.lax.stop_gradient(total - mean)
-        return total, weights.mean(), {name: x.mean() for name, x in metrics.items()}, *state
+        return total, weights.mean(), jax.tree.map(jnp.mean, metrics), *state
 
     return loss
 
