@@ -99,6 +99,16 @@ def test_other_models_and_batches_are_refused(batch):
         dataclasses.replace(finetune.Config(), objective="reward", beta=0.2)
 
 
+def test_a_table_of_positions_bounds_the_padding_of_an_answer(tmp_path):
+    sizes = {"vocab_size": 320, "d_model": 16, "num_heads": 2, "num_layers": 1, "max_seq_len": 10}
+    body = drawn_transformer(**sizes, **{"positions.kind": "learned"})
+    model = zoo.Classifier(body, 1, pooling="last", key=KEY)
+    zoo.save(tmp_path, model, tokenizer=ByteTokenizer())
+    score = preferences.Scorer(str(tmp_path))
+    ids = jnp.asarray([[256, *b"7 abc", 256]], jnp.int32)
+    assert score("7 ", "abc", {}) == pytest.approx(float(model(ids)[0, 0]), rel=1e-5)
+
+
 @pytest.mark.slow
 def test_a_mesh_learns_the_same(batch):
     make, loss = lambda key: next(models()), preferences.bradley_terry

@@ -128,7 +128,9 @@ class Scorer:
         ids, _ = encode_parts(self._tokenizer, parts, is_chat=self._is_chat)
         whole = begun(self._tokenizer, ids.tolist())
         whole += [self._end] * (whole[-1] != self._end)
-        mask = np.arange(-(-len(whole) // 64) * 64) < len(whole)  # few programs
+        limit = getattr(self._model.config, "max_seq_len", np.inf)
+        size = min(-(-len(whole) // 64) * 64, max(limit, len(whole)))  # few programs
+        mask = np.arange(size) < len(whole)
         padded = np.zeros(mask.shape, np.int32)
         padded[: len(whole)] = whole
         return float(self._score(self._model, padded[None], mask[None]))
