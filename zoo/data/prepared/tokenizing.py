@@ -297,9 +297,10 @@ def _encode_piece(tokenizer: Tokenizer, text: str, begin: int, end: int) -> tupl
     did in the piece before: then the piece is tokenized without that text.
     """
     for first in (max(0, begin - CONTEXT), begin):
-        ids, spans = tokenizer.encode_spans(text[first : end + CONTEXT], inside=first > 0)
+        inside = first == begin > 0
+        ids, spans = tokenizer.encode_spans(text[first : end + CONTEXT], inside=inside)
         starts, stops = first + spans.T
-        if begin in starts:
+        if not np.any((starts < begin) & (begin < stops)):
             break
     kept = (starts >= begin) & ((starts < end) | (end >= len(text)))
     return ids[kept], int(stops[kept].max(initial=end))
