@@ -270,11 +270,9 @@ def draw_transformer(draw: st.DrawFn, unit: int, rows: int) -> tuple[Callable, A
             norm_placement=draw(st.sampled_from(["pre", "post", "both", "stream"])),
             scale_embedding=draw(flag),
         ),
-        positions=transformer.PositionsConfig(
-            kind=draw(st.sampled_from(["rotary", "learned"])),
-            scaling=draw(
-                st.sampled_from([RopeScaling(), RopeScaling(2.0), RopeScaling(8.0, 1.0, 4.0, 8)])
-            ),
+        positions=positions_of(
+            draw(st.sampled_from(["rotary", "learned"])),
+            draw(st.sampled_from([RopeScaling(), RopeScaling(2.0), RopeScaling(8.0, 1.0, 4.0, 8)])),
         ),
         mixer=transformer.MixerConfig(
             pattern, draw_recurrence(draw, unit) if is_hybrid else RecurrenceConfig()
@@ -285,6 +283,11 @@ def draw_transformer(draw: st.DrawFn, unit: int, rows: int) -> tuple[Callable, A
     note(str(config))
     make_model = functools.partial(transformer.Transformer, config)
     return make_model, token_rows(unit, rows), losses.next_token
+
+
+def positions_of(kind: Any, scaling: RopeScaling) -> transformer.PositionsConfig:
+    is_rotary = kind == "rotary"
+    return transformer.PositionsConfig(kind, scaling=scaling if is_rotary else RopeScaling())
 
 
 def draw_rnn(draw: st.DrawFn, unit: int, rows: int) -> tuple[Callable, Any, Any]:

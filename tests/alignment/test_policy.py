@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from helpers import assert_trees_close, covering, drawn_transformer
 
+import zoo
 from zoo.alignment.answers import Rollouts, rows_of
 from zoo.alignment.policy import Config, PolicyLoss, advantages
 from zoo.training import losses
@@ -196,6 +197,26 @@ def test_prompt_padding_and_masked_rows_have_no_gradient():
         has_gradient = (np.asarray(gradient) != 0).any(-1)
         np.testing.assert_array_equal(has_gradient, batch["weights"] > 0)
         assert 0 < has_gradient.sum() < has_gradient.size
+
+
+@pytest.mark.parametrize("on_policy", [True, False])
+def test_log_probabilities_stay_in_fp32_where_a_step_casts(on_policy: bool):
+    """For a model that is not the zoo's: in bf16 this difference would be lost."""
+
+    class Table(eqx.Module):
+        logits: jax.Array
+
+        def __call__(self, tokens, *, segment_ids, positions, key):
+            return self.logits[tokens]
+
+    _, batch, _ = model_and_batch()
+    batch["drawn"] = jnp.full_like(batch["drawn"], -3.0)
+    batch |= {} if on_policy else {"rescored": batch["drawn"] + 2**-10}
+    step = zoo.make_eval_step(PolicyLoss(on_policy=on_policy).loss, precision="bf16")
+    _, metrics = step(Table(jnp.zeros((31, 31))), batch)
+    gap = float(metrics["sampler_gap"][0] / metrics["sampler_gap"][1])
+    expected = np.log(31) - 3 if on_policy else 2**-10
+    assert gap == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_reference_is_the_model_under_the_adapters():

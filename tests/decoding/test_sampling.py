@@ -317,6 +317,7 @@ def test_penalties_count_the_tokens_of_the_text():
 def test_invalid_generation_arguments_are_refused(model: Any):
     for options, message in (
         ({}, "temperature=0.8 samples, and needs a key"),
+        ({"key": 0}, r"key=0: must be a key of JAX; give jax\.random\.key\(0\)"),
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"temperature": float("nan")}, "temperature=nan: must be a finite"),
         ({"max_new_tokens": -1}, "max_new_tokens=-1"),

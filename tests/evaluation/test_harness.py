@@ -57,6 +57,17 @@ def test_chats_are_written_by_the_template(model, tmp_path, monkeypatch):
         lm.chat_template("tools")
 
 
+def test_an_end_of_turn_that_is_matched_after_normalisation_is_named_as_in_texts(model, tmp_path):
+    write_tokenizer(tmp_path, template=TEMPLATE)
+    inner = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    inner.normalizer = tokenizers.normalizers.Prepend("_")
+    inner.add_special_tokens([tokenizers.AddedToken("<eot>", normalized=True)])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    lm = ZooLM(model, load_tokenizer(tmp_path))
+    lm.apply_chat_template([{"role": "user", "content": "text"}])
+    assert lm._ends == ["<eot>"]
+
+
 def test_names_of_special_tokens_are_tokens_after_the_begin(model, tmp_path):
     """lm-eval's own models tokenize rendered chats so; see `tokenizers` itself for the ids."""
     ids = write_tokenizer(tmp_path)

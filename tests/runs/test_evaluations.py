@@ -233,6 +233,31 @@ def test_best_model_is_kept_over_a_resume(tmp_path, capsys):
     assert "step 8: the best scripted so far, 0.5" in capsys.readouterr().out
 
 
+def test_a_finished_run_that_goes_on_keeps_the_best_of_its_last_step(tmp_path):
+    """Whose evaluation comes after its checkpoint, and not at a multiple of --eval-every."""
+    script = by_step({4: 1.0, 6: 0.5, 8: 0.8, 12: 0.9})
+    fit(config(tmp_path, steps=6), script, callbacks.BestCheckpoint("scripted"))
+    run, best = config(tmp_path), callbacks.BestCheckpoint("scripted")
+    fit(run, script, best)
+    assert (best.values["step"], best.values["best"]) == (6, 0.5)
+    assert json.loads((run.run_dir / "best" / "metrics.json").read_text())["steps"] == 6
+    lines = read_metrics(run.run_dir / "metrics.jsonl")
+    assert [x["step"] for x in lines if "scripted" in x] == [4, 6, 8, 12]
+
+
+def test_the_best_of_another_metric_does_not_count_after_a_resume(tmp_path, capsys):
+    options = {"evaluate": lambda model, whole: {"eval_loss": 3.0, "accuracy": 0.5}}
+    run = config(tmp_path, steps=4, eval_every=2, keep_best="eval_loss")
+    fit(run, **options)
+    capsys.readouterr()
+    fit(dataclasses.replace(run, steps=6, keep_best="accuracy"), **options)
+    said = capsys.readouterr().out
+    assert "that of ['eval_loss', 'min']; best/ begins anew with ['accuracy', 'max']" in said
+    assert "step 4: the best accuracy so far, 0.5" in said
+    metrics = json.loads((run.run_dir / "best" / "metrics.json").read_text())
+    assert metrics["steps"] == 4
+
+
 def test_best_checkpoints_of_the_zoo_load(tmp_path):
     model = mlp.MLP(mlp.Config(in_size=2, out_size=3, hidden_size=4), key=jax.random.key(0))
     save_somehow(tmp_path / "best", model, {"eval_loss": 1.0})
@@ -258,6 +283,15 @@ def test_a_model_that_cannot_be_published_leaves_its_arrays(tmp_path):
 
 
 # --- Further evaluations, samples ---------------------------------------------------------------
+
+
+def test_held_out_rows_that_do_not_divide_are_refused_before_the_first_step(tmp_path):
+    rows = np.zeros((9, 8), np.int32)
+    odd = callbacks.Evaluations({"odd": zoo.ArrayDataset({"tokens": rows}, 3, 0)})
+    weights = Weights()
+    with pytest.raises(ValueError, match=r"batch_size=3 is not divisible by 2, .* fsdp=2"):
+        fit(config(tmp_path, mesh="fsdp=2"), odd, weights)
+    assert weights.seen == []
 
 
 def test_samples_are_printed_and_kept(tmp_path, capsys):

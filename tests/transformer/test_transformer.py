@@ -357,6 +357,22 @@ def test_invalid_configurations_name_the_field():
         ({"attention.window": 0}, "attention.window=0"),
         ({"attention.clip": 0.0}, "attention.clip=0.0"),
         ({"positions.pattern": ()}, r"positions.pattern=\(\)"),
+        (
+            {"positions.kind": "learned", "positions.theta": 1e6},
+            r"positions\.theta=1000000\.0: is of",
+        ),
+        (
+            {"positions.kind": "none", "positions.pattern": ("none",)},
+            r"positions\.pattern=\('none'",
+        ),
+        ({"positions.kind": "learned", "positions.local_theta": 1e4}, r"positions\.local_theta=1"),
+        ({"positions.kind": "none", "positions.rotary_fraction": 0.5}, r"rotary_fraction=0\.5: is"),
+        (
+            {"positions.kind": "learned", "positions.scaling": RopeScaling(2.0)},
+            r"positions\.scaling=.*kind='learned'; leave it out",
+        ),
+        ({"encoder.mask_id": 3}, r"encoder\.mask_id=3: .* causal=False"),
+        ({"encoder.position_offset": 2}, r"encoder\.position_offset=2: .*kind='rotary'"),
         ({"encoder.head": "none", "tie_embeddings": True}, "encoder.head=.none.: has neither"),
         ({"encoder.first_norm": False, "residual.norm_placement": "post"}, "encoder.first_norm"),
         (

@@ -8,6 +8,7 @@ updates. The sampler's own are only compared with them.
 Legend of suffixes: B batch, T time, E embed.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +23,7 @@ from zoo.alignment.scoring import Metrics
 from zoo.common import configuration
 from zoo.common.configuration import require
 from zoo.training import losses
+from zoo.training.loss_values import LossFunction
 
 Advantage = Literal["group", "group_mean", "leave_one_out"]
 
@@ -115,12 +117,18 @@ class PolicyLoss:
     temperature: float = 1.0
     on_policy: bool = True
 
-    @losses.keeps_dtype("advantages", "drawn")
+    @property
+    def loss(self) -> LossFunction:
+        """A loss of (model, batch, key): the summed loss, the number of tokens or of answers, and
+        the metrics."""
+        rescored = () if self.on_policy else ("rescored",)
+        keeps_dtype = losses.keeps_dtype("advantages", "drawn", *rescored)
+        return keeps_dtype(functools.partial(self._loss))
+
     @losses.OF_TOKENS
-    def loss(
+    def _loss(
         self, model: PyTree, batch: dict[str, Array], key: Array | None
     ) -> tuple[Array, Array, Metrics]:
-        """The summed loss, the number of tokens or of answers, and the metrics."""
         losses.check_names(batch, "tokens", "targets", "weights", "advantages", "drawn")
         config, weights_BT, targets_BT = self.config, batch["weights"], batch["targets"]
         readout, x_BTE = losses.readout_and_input(model, batch, key)

@@ -176,6 +176,8 @@ class Sampler(eqx.Module):
             return Sampler(None, None, None, repetition=repetition, bias=bias)
         if key is None:
             raise ValueError(f"temperature={temperature} samples, and needs a key; or set it to 0")
+        if isinstance(key, int):
+            raise ValueError(f"key={key}: must be a key of JAX; give jax.random.key({key})")
         top_p = None if sampling.top_p in (None, 1) else jnp.float32(sampling.top_p)
         min_p = jnp.float32(sampling.min_p) if sampling.min_p else None
         top_k = sampling.top_k or None

@@ -251,8 +251,8 @@ class ZooLM(TemplateLM):
             ValueError: the tokenizer has no chat template, or it refuses the conversation.
         """
         template = self._template
-        ids = template.ends_of_turn
-        self._ends = [str(template.tokenizer.tokenizer.id_to_token(i)) for i in ids]
+        added = template.tokenizer.tokenizer.get_added_tokens_decoder()
+        self._ends = [added[id].content for id in template.ends_of_turn]
         text = template(chat_history, add_generation_prompt=add_generation_prompt)
         if add_generation_prompt:
             return text

@@ -41,6 +41,7 @@ class Evaluator:
 
     def __init__(self, run: Run[Config], loss_fn: LossFunction, dataset: Dataset):
         self._run, self._dataset, self._loss_fn = run, dataset, loss_fn
+        batch_shapes(dataset, run.mesh)  # refuses now what the first evaluation would
         self._step = make_eval_step(loss_fn, mesh=run.layout, precision=run.precision)
 
     def of(self, dataset: Dataset) -> "Evaluator":

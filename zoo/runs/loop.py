@@ -156,7 +156,7 @@ def _train(
     with run.signals, Recorder(loop, written) as recorder, contextlib.closing(stream):
         is_due = start % config.eval_every == 0 if start else training.pretrained is not None
         step, result = start, {}
-        if is_due and (loop.callbacks or not written):  # callbacks have their state from before it
+        if loop.callbacks if written else is_due:  # callbacks have their state from before it
             result = _evaluate(run, recorder, start, state, whole=start == 0)
         for k, batch in () if loop.stopped else stream:
             with recorder.step(k):

@@ -106,6 +106,16 @@ class Config:
             f"{self.residual.norm_placement!r}",
         )
         require(
+            self.encoder.mask_id is None or not self.causal,
+            f"encoder.mask_id={self.encoder.mask_id}: scales tokens by the masks behind them too, "
+            "which a decoder may not see; give causal=False",
+        )
+        require(
+            self.encoder.position_offset == 0 or self.positions.kind == "learned",
+            f"encoder.position_offset={self.encoder.position_offset}: is of a table of positions, "
+            f"and positions.kind={self.positions.kind!r}; give 'learned'",
+        )
+        require(
             self.mlp != "none" or self.d_ff is None,
             f"d_ff={self.d_ff}: is the width of an MLP, and mlp='none'",
         )

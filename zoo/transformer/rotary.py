@@ -158,10 +158,16 @@ class PositionsConfig:
             len(self.pattern) > 0, "positions.pattern=(): needs a 'rotary' or a 'none' at least"
         )
         require(
-            0 < self.rotary_fraction <= 1 and (self.kind == "rotary" or self.rotary_fraction == 1),
-            f"positions.rotary_fraction={self.rotary_fraction}: must be in (0, 1], and 1 with "
-            "positions.kind='learned'",
+            0 < self.rotary_fraction <= 1,
+            f"positions.rotary_fraction={self.rotary_fraction}: must be in (0, 1]",
         )
+        for name in ("theta", "scaling", "local_theta", "rotary_fraction", "pattern"):
+            value = getattr(self, name)
+            require(
+                self.kind == "rotary" or value == getattr(PositionsConfig, name),
+                f"positions.{name}={value!r}: is of rotary positions, and positions.kind="
+                f"{self.kind!r}; leave it out",
+            )
 
 
 def rotary_tables(

@@ -162,7 +162,17 @@ class BestCheckpoint(Callback):
         check_value("mode", mode, Mode)
         self.metric, self.mode = metric, mode
         self._model, self._save = model, save or save_somehow
-        self.values = {"best": None, "step": 0}
+        self._begin()
+
+    def _begin(self) -> None:
+        self.values = {"best": None, "step": 0, "of": [self.metric, self.mode]}
+
+    def on_start(self, loop: Loop, state: TrainState) -> None:
+        """Begin anew where the best so far is one of another metric, before a resume."""
+        now = [self.metric, self.mode]
+        if (before := self.values.get("of", now)) != now:
+            loop.say(f"the best model so far was that of {before}; best/ begins anew with {now}")
+            self._begin()
 
     def on_evaluation(self, loop: Loop, step: int, state: TrainState, values: Numbers) -> None:
         """Save the model if it is the best."""
@@ -170,7 +180,7 @@ class BestCheckpoint(Callback):
         if not _is_better(value, self.values["best"], self.mode):
             return
         self._save(loop.run.folder / "best", self._model(state), {**values, "steps": step})
-        self.values = {"best": value, "step": step}
+        self.values |= {"best": value, "step": step}
         loop.say(f"step {step}: the best {self.metric} so far, {value:.6g}; the model is in best/")
 
 
