@@ -278,6 +278,21 @@ def test_auto_uses_splash_where_supported(
             assert (attend() != 7).any()
 
 
+@pytest.mark.parametrize(("rules", "taken"), [({}, "cudnn"), ({"kv_heads": None}, "triton")])
+def test_cudnn_splits_keys_as_queries(
+    rules: dict[str, None], taken: str, monkeypatch: pytest.MonkeyPatch
+):
+    found: list[str] = []
+    monkeypatch.setattr(sys.modules[attention.__module__], "platform", lambda: "gpu")
+    monkeypatch.setattr(Triton, "__call__", lambda _, q, *__: found.append("triton") or q)
+    kernel = lambda q, *_, **options: found.append(options["implementation"]) or q
+    monkeypatch.setattr(jax.nn, "dot_product_attention", kernel)
+    q, k, *_ = inputs(128, 4, 2, dtype=jnp.bfloat16)
+    with sharding.use(sharding.Layout("fsdp=2,tensor=2", {**sharding.RULES, **rules})):
+        jax.eval_shape(functools.partial(attention, causal=True), q, k, k)
+    assert found == [taken]
+
+
 @pytest.mark.parametrize(
     ("mesh", "taken"),
     [
@@ -414,7 +429,7 @@ CUDNN = {"dtype": jnp.bfloat16, "head_dim": 64, "length": 6, "causal": True}
         ({"causal": False, "window": 3}, {"cudnn": "causal attention for a window, and window=3"}),
         ({"packed": True}, {"cudnn": "no packed rows"}),
         ({"soft_cap": 2.0}, {"cudnn": "no soft cap"}),
-        ({"packed": True, "capability": "7.5"}, {"cudnn": "packed", "triton": "8.0.*7.5"}),
+        ({"capability": "7.5"}, {"cudnn": "8.0.*7.5", "triton": "8.0.*7.5"}),
         ({}, {}),
         ({"length": 5}, {"cudnn": "even number of positions.*5"}),
         ({"causal": False}, {}),

@@ -154,11 +154,9 @@ def _refusal(
     most = 256 if implementation == "triton" else 128
     if size % 8 or size > most:
         return f"needs a multiple of 8 up to {most}, and head_dim={size}"
+    if (capability := compute_capability()) is not None and capability < 8:
+        return f"needs a GPU from Ampere on, of compute capability 8.0, and this is {capability}"
     if implementation == "triton":
-        if (capability := compute_capability()) is not None and capability < 8:
-            return (
-                f"needs a GPU from Ampere on, of compute capability 8.0, and this is {capability}"
-            )
         return None
     if packed:
         return "takes no packed rows, but by a mask of [seq, seq]"
@@ -166,6 +164,8 @@ def _refusal(
         return f"has gradients of an even number of positions alone, and rows have {length}"
     if split := split_by("inner_seq"):
         return f"takes whole rows, and {split} of the mesh splits them"
+    if (split := split_by("heads")) != (of_keys := split_by("kv_heads")):
+        return f"splits keys as queries, and heads are split by {split!r}, kv_heads by {of_keys!r}"
     if mask.window is not None and not mask.causal:
         return f"needs causal attention for a window, and window={mask.window} is without it"
     return None
