@@ -162,6 +162,11 @@ def test_pairs_are_those_that_see_each_other(mask: Mask, count: int):
     assert len(pairs) == len(set(pairs)) == count
 
 
+def test_queries_beyond_the_last_key_see_them_all():
+    sizes = 12, Mask(False, None), 13, 13
+    assert [*masks.pairs(0, 50, *sizes)] == [(query, 0) for query in range(4)]
+
+
 def splash_and_chunked(
     mask: Mask,
     soft_cap: Any,

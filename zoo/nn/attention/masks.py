@@ -38,7 +38,7 @@ class Mask(NamedTuple):
 
     def keys_of(self, start: int, stop: int, num_keys: int) -> tuple[int, int]:
         """The range of keys that the queries start…stop can see."""
-        reach = num_keys if self.window is None else self.window - 1
+        reach = start + num_keys if self.window is None else self.window - 1
         return max(0, start - reach), min(num_keys, stop + (0 if self.causal else reach))
 
     def seen(
