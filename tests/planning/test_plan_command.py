@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import sys
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +21,13 @@ from zoo.planning import (
     sizes,
     targets,
 )
-from zoo.planning.job import make_estimate
+from zoo.planning.job import Estimate, make_estimate
+from zoo.publishing.tensors import num_parameters
 from zoo.sharding.axes import is_parameter
 from zoo.training import chips
 from zoo.training.state import Blueprint
 from zoo.training.step import make_train_step
+from zoo.wrappers import lora
 
 MiB = 2**20
 
@@ -85,6 +88,34 @@ def test_the_command_plans_vision_transformers(capsys, monkeypatch):
     assert {"tensor" in each.mesh for each in found} == {True, False}
     products = 16 * transformer.num_flops_per_image(small) / (8 * gpus.chip.flops)
     assert [each.compute for each in found] == pytest.approx([products] * len(found))
+
+
+@pytest.mark.parametrize(
+    ("changes", "each"),
+    [
+        ({}, 16),  # bytes: the master, its gradient and two moments
+        ({"optimizer": "lion"}, 12),
+        ({"optimizer": "adafactor"}, 8),
+        ({"method": "lora", "lora": lora.Config(rank=1)}, 2),  # the base in bf16
+        ({"method": "lora", "lora": lora.Config(rank=1), "base": "int8"}, 1),
+    ],
+)
+def test_a_search_counts_the_state_of_the_training(monkeypatch, changes, each):
+    """As a mesh on which the state does not fit is not compiled."""
+    monkeypatch.setitem(sizes.SIZES, "small", small_config(d_model=512, num_heads=8, d_ff=2048))
+    found, no_estimate = [], mock.NonCallableMagicMock(spec=Estimate)
+    monkeypatch.setattr(
+        command, "fastest", lambda these, job, target: (found.extend(these), (no_estimate, ""))[1]
+    )
+    config, target = (
+        command.Config(model="small", target="h100:8", **changes),
+        targets.parse("h100:8"),
+    )
+    command.search(config, command.skeleton_of(config, None), target)
+    states = {candidate.mesh: candidate.state for candidate in found}
+    whole = each * num_parameters(sizes.published("small"))
+    assert states["data=8"] == pytest.approx(whole, rel=0.1)
+    assert states["fsdp=8"] == pytest.approx(whole / 8, rel=0.1)
 
 
 def test_command_refuses_indivisible_batches(monkeypatch):

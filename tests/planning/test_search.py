@@ -30,7 +30,7 @@ SIZES = small_config(num_heads=4, **{"attention.num_kv_heads": 2})
 
 def by_hand(rows=8, seq_len=128, flops=1e9, parameters=10_000, target=TARGET, **sizes):
     config = configuration.replaced(SIZES, sizes)
-    return candidates(config, parameters, flops, rows, seq_len, target)
+    return candidates(config, parameters, 16.0 * parameters, flops, rows, seq_len, target)
 
 
 def skeleton(**sizes):
@@ -134,7 +134,8 @@ def test_meshes_of_experts_stand_in_the_order_of_their_plans():
     pytest.importorskip("libtpu", reason="the compiler for TPUs is the extra `plan`")
     target, model = targets.parse("v5p:4x4x4"), sizes.published("qwen3-30b-a3b")
     work = 6.05e15 * 4 / 3
-    found = candidates(model.config, num_parameters(model), work, 64, 4096, target)
+    count = num_parameters(model)
+    found = candidates(model.config, count, 16.0 * count, work, 64, 4096, target)
     order = [each.mesh for each in found if each.state < target.chip.memory]
     assert order.index("fsdp=16,expert=4") < 3
     known = ["fsdp=16,expert=4", "fsdp=4,expert=16", "fsdp=8,expert=8", "fsdp=64"]

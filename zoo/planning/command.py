@@ -20,7 +20,7 @@ from zoo.nn.attention.attention import Implementation
 from zoo.nn.precision import Precision
 from zoo.nn.remat import Policy
 from zoo.planning import flops, report
-from zoo.planning.job import Estimate, Job, make_estimate
+from zoo.planning.job import Estimate, Job, device_bytes, make_estimate
 from zoo.planning.meshes import candidates
 from zoo.planning.search import fastest, suggest
 from zoo.planning.sizes import NUM_CLASSES, SIZES, published
@@ -28,11 +28,11 @@ from zoo.planning.targets import Target, prepare
 from zoo.publishing import PublishError, models
 from zoo.publishing.models import with_paths
 from zoo.publishing.shelf import find
-from zoo.sharding.axes import is_parameter
+from zoo.publishing.tensors import num_parameters
 from zoo.training import losses, optimizers
 from zoo.training.compiled import Flags
 from zoo.training.description import Training
-from zoo.training.state import Pretrained
+from zoo.training.state import Pretrained, trained_leaves
 from zoo.transformer.model import Transformer
 from zoo.transformer.vision import VisionConfig, VisionTransformer
 from zoo.wrappers import lora
@@ -234,16 +234,20 @@ def search(config: Config, model: PyTree, target: Target) -> tuple[Estimate, str
             f"name a mesh for {config.model} on {target.name}"
         )
     rows = config.batch_size or target.num_devices * config.accumulate
-    parameters = sum(x.size for x in jax.tree.leaves(model) if is_parameter(x))
+    given = dataclasses.replace(config, batch_size=rows, mesh=sharding.storage_mesh(-1))
+    job = make_job(given, model, target)
+    state = job.training.blueprint(jax.random.key(0), mesh=None).skeleton
+    trained = lambda model: trained_leaves(model, job.training.trainable)  # noqa: E731
+    chosen = eqx.filter_eval_shape(trained, state.model)
+    held = device_bytes((state, eqx.partition(state.model, chosen)[0]))  # gradients are as large
     if isinstance(model, VisionTransformer):
         parts, length, units = model.config.parts, model.config.num_tokens, 1
     else:
         parts, length, units = model.config, config.seq_len, config.seq_len
     needed = flops.per_unit(model, config.seq_len) or 0.0
     work = needed * rows * units * (4 / 3 if config.remat == "full" else 1)
-    found = candidates(parts, parameters, work, rows // config.accumulate, length, target)
-    given = dataclasses.replace(config, batch_size=rows, mesh=sharding.storage_mesh(-1))
-    return fastest(found, make_job(given, model, target), target)
+    count, rows = num_parameters(model), rows // config.accumulate
+    return fastest(candidates(parts, count, held, work, rows, length, target), job, target)
 
 
 def lighter(config: Config, folder: Path | None, target: Target) -> Iterator[tuple[str, Job]]:

@@ -61,11 +61,18 @@ class Candidate:
 
 
 def candidates(
-    config: Sizes, num_parameters: int, flops: float, rows: int, seq_len: int, target: Target
+    config: Sizes,
+    num_parameters: int,
+    held: float,
+    flops: float,
+    rows: int,
+    seq_len: int,
+    target: Target,
 ) -> list[Candidate]:
     """Every mesh of a target that divides the model and the batch, the fastest by hand first.
 
-    `flops` are those of a step, of all devices together.
+    `held` are the bytes of parameters, gradients and optimizer, and `flops` those of a step, of all
+    devices together.
     """
     found = []
     for sizes in _meshes(config, rows, seq_len, target):
@@ -77,8 +84,8 @@ def candidates(
         where = topology_of(target.chip, target.shape, tuple(devices.flat))
         seconds = functools.partial(_seconds, where, np.arange(devices.size).reshape(devices.shape))
         kind = devices.flat[0].device_kind
-        made = _by_hand(config, num_parameters, flops, rows * seq_len, sizes, seconds, where, kind)
-        found.append(made)
+        numbers = num_parameters, held, flops, rows * seq_len
+        found.append(_by_hand(config, *numbers, sizes, seconds, where, kind))
     return sorted(found, key=lambda each: (each.seconds, each.state, each.mesh))
 
 
@@ -132,6 +139,7 @@ def _seconds(where: Topology, ids: np.ndarray, kind: Kind, whole: float, axis: s
 def _by_hand(
     config: Sizes,
     num_parameters: int,
+    held: float,
     flops: float,
     tokens: int,
     sizes: dict[str, int],
@@ -176,7 +184,7 @@ def _by_hand(
     products, rows, links = _of_experts(config, local, sizes, seconds, where.chip, kind)
     return Candidate(
         mesh=",".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1),
-        state=16 * stored,
+        state=held * stored / num_parameters,
         compute=flops / (where.chip.flops or math.inf) / math.prod(sizes.values()) + products,
         rows=rows,
         parameters=parameters,

@@ -305,7 +305,7 @@ class VisionTransformer(CastsAtUse):
             tokens = [x_BPE + table[None, -x_BPE.shape[1] :].astype(x_BPE.dtype)]
         if (first := unshard(self.class_token)) is not None:
             if config.positions == "learned" and table is not None:
-                first = first + table[:1]
+                first = first + table[:1].astype(first.dtype)
             tokens.insert(0, first)
         if self.registers is not None:
             tokens.insert(len(tokens) - 1, unshard(self.registers))
