@@ -160,6 +160,8 @@ def test_a_column_of_encoded_pictures(tmp_path: Path):
         assert source.classes == ("a", "b")
         assert source.labels.tolist() == [1, 0, 1, 0]
         np.testing.assert_array_equal(source[2]["image"], pixels(2))
+    held_out = images.Encoded(column, [0, 2, 3, 2])  # none of class 1
+    assert (held_out.labels.tolist(), held_out.classes) == ([0, 2, 3, 2], ("0", "1", "2", "3"))
     with pytest.raises(ValueError, match=r"column has 4 .* 3"):
         images.Encoded(column, [0, 1, 0])
     with pytest.raises(ValueError, match=r"labels=\[0\]: two classes"):

@@ -249,15 +249,26 @@ def test_products_of_experts_are_counted_on_any_mesh():
     assert estimate.flops == found
 
 
-@pytest.mark.parametrize("model", [{"attention.kernel": "xla", "causal": False}, EXPERTS])
-def test_useful_flops_of_adapters_leave_out_gradients_of_the_base(model):
+DENSE = {"attention.kernel": "xla", "causal": False}
+
+
+@pytest.mark.parametrize(
+    ("model", "whole"),
+    [
+        (DENSE, ()),
+        (DENSE, ("embedding.weight", "head.weight")),
+        (DENSE | {"tie_embeddings": True}, ("embedding.weight",)),
+        (EXPERTS, ()),
+    ],
+)
+def test_useful_flops_of_adapters_leave_out_gradients_of_the_base(model, whole):
     sizes, target = small_config(num_layers=3, **model), targets.parse("cpu:8")
     if (
         "experts.num_experts" in model
     ):  # whose adapters are merged, a product that the maths does not need
         only = {"lora": zoo.lora.Config(rank=2, targets=("blocks.attention.*",))}
     else:
-        only = {"lora": zoo.lora.Config(rank=2)}
+        only = {"lora": zoo.lora.Config(rank=2, whole=whole)}
     config = command.Config(model="", target="", method="lora", seq_len=16, batch_size=8, **only)
     skeleton = eqx.filter_eval_shape(make_transformer(num_layers=3, **model), KEY)
     planned_job = command.make_job(config, skeleton, target)

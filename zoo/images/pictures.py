@@ -187,8 +187,8 @@ class Encoded(_Pictures):
     """Pictures that are encoded in a column, such as a Parquet file's, and their labels.
 
     `column` gives for i the bytes of picture i, or a dict with them as `bytes`, as Hugging Face's
-    data sets have. `labels` are numbers, or names, whose order gives the numbers. Rows are as
-    `Folder` has them.
+    data sets have. `labels` are the numbers of classes, of which some may be without a picture, or
+    names, whose order gives the numbers. Rows are as `Folder` has them.
 
     Raises:
         ValueError: another number of pictures than of labels, or fewer than two classes.
@@ -206,8 +206,10 @@ class Encoded(_Pictures):
             len(column) == len(labels),
             f"column has {len(column)} pictures, and labels {len(labels)}: give each picture one",
         )
-        numbers = {label: i for i, label in enumerate(sorted(set(labels)))}
-        require(len(numbers) > 1, f"labels={sorted(numbers)}: two classes at least")
+        found = sorted(set(labels))
+        require(len(found) > 1, f"labels={found}: two classes at least")
+        is_number = np.issubdtype(type(found[0]), np.integer) and found[0] >= 0
+        numbers = {x: i for i, x in enumerate(range(found[-1] + 1) if is_number else found)}
         super().__init__([numbers[x] for x in labels], [str(x) for x in numbers], channels)
         self._column = column
         if skip_damaged:

@@ -19,6 +19,7 @@ from zoo.transformer.flops import num_flops_per_image, num_flops_per_token
 from zoo.transformer.model import Transformer
 from zoo.transformer.vision import VisionTransformer
 from zoo.wrappers.lora import Adapted, is_adapted
+from zoo.wrappers.retrained import Retrained
 
 # Of a kernel that leaves out steps of its grid, as `zoo.nn.attention.splash` names its calls, and
 # of experts that have room for more rows, as `zoo.transformer.dispatch` does.
@@ -85,20 +86,23 @@ def of_kernels(jaxpr: Any) -> dict[str, tuple[float, float]]:
 def per_unit(model: PyTree, seq_len: int) -> float | None:
     """FLOPs that the maths of training a transformer needs per token, or per image; else None.
 
-    Adapters are trained alone: the weights beside them take part in the forward pass and in the
-    gradients of activations, and have none themselves.
+    Adapters, and a head with `whole`, are trained alone: the weights beside them take part in the
+    forward pass and in the gradients of activations, and have none themselves.
     """
+    head: Any = None
     if isinstance(model, VisionTransformer):
         config, tokens = model.config.parts, model.config.num_tokens
         total, weights = (num_flops_per_image(model.config, n) for n in (tokens, 0))
     elif isinstance(model, Transformer):
-        config, tokens = model.config, 1
+        config, tokens, head = model.config, 1, (model.head or model.embedding).weight
         total, weights = (num_flops_per_token(config, length) for length in (seq_len, 0))
     else:
         return None
     leaves = jax.tree.leaves(model, is_leaf=is_adapted)
     adapters = [x for x in leaves if isinstance(x, Adapted)]
     of_adapters = 6 * tokens * sum(_used(x, config) for x in adapters)
+    if isinstance(head, Retrained) and head.ids is None:
+        of_adapters += 2 * math.prod(head.shape)
     return total - bool(adapters) * weights / 3 + of_adapters
 
 
