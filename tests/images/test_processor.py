@@ -71,6 +71,8 @@ def test_a_crop_that_is_larger_is_refused():
 def test_a_processor_is_read_as_it_was_written(processor: images.Processor, tmp_path: Path):
     processor.save(tmp_path)
     assert images.Processor.of(tmp_path) == processor
+    size = json.loads((tmp_path / "preprocessor_config.json").read_text())["size"]
+    assert size is None or {*size} in ({"height", "width"}, {"shortest_edge"})  # to transformers
 
 
 def test_without_settings_values_are_from_minus_one_to_one():

@@ -64,9 +64,9 @@ class Processor:
     def save(self, folder: Path) -> None:
         """Write the file that `of` and transformers read."""
         sides = lambda x: {"height": x[0], "width": x[1]}  # noqa: E731
-        size = {"shortest_edge": self.size}
+        size: Any = {"shortest_edge": self.size}
         if not isinstance(self.size, int):
-            size = {} if self.size is None else sides(self.size)
+            size = None if self.size is None else sides(self.size)
         values = {
             "do_resize": self.size is not None,
             "size": size,
