@@ -177,6 +177,16 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(tmp_path: Path, name:
     assert not [*tmp_path.iterdir()]
 
 
+def test_wavelengths_scaled_as_by_llama_3_are_refused_where_llama_cpp_has_no_place(tmp_path: Path):
+    scaling = skeleton(GOLDEN / "llama3").config.positions.scaling
+    config = configuration.replaced(
+        skeleton(GOLDEN / "qwen3").config, {"positions.scaling": scaling}
+    )
+    with pytest.raises(PublishError, match=r"'qwen3' has no positions\.scaling\.ramp='llama3'"):
+        write(tmp_path / "x.gguf", Transformer(config, key=jax.random.key(0)))
+    assert not [*tmp_path.iterdir()]
+
+
 # With the engine.
 
 SIZES = {"d_model": 64, "num_layers": 4, "num_heads": 4, "d_ff": 96, "attention.head_dim": 16}

@@ -92,6 +92,8 @@ TARGETS: Mapping[str, Target] = {
     ),
     "gpt_oss": Target("gpt-oss", ("swiglu_clamped",), windows=True, head=True, biases="needed"),
 }
+# The architectures whose loader takes the factors of wavelengths; another refuses a file with them.
+_BY_WAVE = ("llama", "granite", "granitemoe", "arcee", "exaone4")
 # The layers by which llama.cpp knows the largest of these models, with another factor of logits.
 _LARGEST = {"gemma2": 46, "gemma3": 62}
 
@@ -139,6 +141,7 @@ def _surplus(target: Target, config: Config) -> dict[str, Any]:
         "positions.pattern": config.positions.kind != "rotary" or placed == rotating,
         "positions.local_theta": config.positions.local_theta is None or target.windows,
         "positions.scaling.short_factors": not scaling.short_factors or target.name == "phi3",
+        "positions.scaling.ramp": not _is_by_wave(scaling) or target.name in _BY_WAVE,
         "positions.scaling.query_growth": scaling.query_growth == 0,
         "attention.scale": target.factors == "granite"
         or abs((1.0 if scale is None else scale) / usual - 1) < 1e-6,
